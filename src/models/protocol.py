@@ -1,0 +1,107 @@
+"""What a decoder layer hands to the engine and back: the five-stage protocol (ENG-10).
+
+A layer is cut where communication happens: 1 attention and routing, 2 dispatch, 3 experts, 4 combine,
+5 aggregate. A family implements 1, 3 and 5; the engine owns 2 and 4. Letters: T tokens of a micro-batch
+(batch times sequence, flattened), D model width, E experts, K top-k, R rows, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts a token visits and with what weight."""
+
+    ids_TK: Tensor
+    """int32, K distinct expert ids of each token."""
+    weights_TK: Tensor
+    """fp32 (fp64 in an fp64 model), differentiable."""
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What stage 1 keeps for stage 5."""
+
+    residual_TD: Tensor
+    """Residual stream after attention, the shared expert's output added."""
+
+
+class Balance(Protocol):
+    """The engine's side of routing: auxiliary losses, load counts, forced choices (ENG-24)."""
+
+    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+        """The experts to use: `ids_TK` itself, or a forced choice of the same shape and dtype."""
+        ...
+
+    def apply(self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return `weights_TK` unchanged in value; its gradient also carries that of the auxiliary terms.
+
+        `scores_TE` sum to 1 over all experts, before group masks and bias; `logits_TE` are the router's.
+        `layer` is the global layer index. Counts of real tokens are added to the engine's own counters.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Everything a layer may know about the tokens of one micro-batch."""
+
+    positions_BS: Tensor
+    """int64, restarting at 0 in each document (PACK-6)."""
+    cu_seqlens: Tensor | None
+    """int32 starts of the segments of the flattened [B*S] tokens, first 0, last B*S; None: every sample is
+    one full document, and attention takes the dense path."""
+    documents_BS: Tensor | None
+    """int32 index of the segment that a position belongs to, unique within the micro-batch; None as above."""
+    real_BS: Tensor | None
+    """bool, False on pads; None: every token is real."""
+    balance: Balance | None
+    """The engine's router hook; None routes without auxiliary terms or counts."""
+
+
+class Layer(Protocol):
+    """A decoder layer of any family."""
+
+    is_moe: bool
+
+    def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
+        """Stage 1: tokens [T,D] for the experts (or the dense FFN), routing (None if dense), the carry."""
+        ...
+
+    def experts(self, rows_RD: Tensor, counts_E: Tensor | None) -> Tensor:
+        """Stage 3: rows grouped by local expert with int32 counts [E/ep]; a dense layer gets None."""
+        ...
+
+    def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
+        """Stage 5: hidden [T,D] = residual + sum over k of weight times row; rows are [T,K,D], [T,D] if dense."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Stages 2 and 4."""
+
+    def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, object]:
+        """Rows [R,D] ordered by (local expert, source rank, token), int32 counts [E/ep], an opaque plan."""
+        ...
+
+    def combine(self, rows_RD: Tensor, plan: object) -> Tensor:
+        """Rows [T,K,D] back at the rank that owns the token."""
+        ...
+
+
+def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
+    """The five stages back to back, under plain autograd."""
+    tokens_TD, routing, carry = layer.attend(hidden_TD, batch)
+    if routing is None:
+        return layer.aggregate(layer.experts(tokens_TD, None), None, carry)
+    rows_RD, counts_E, plan = dispatcher.dispatch(tokens_TD, routing.ids_TK)
+    rows_TKD = dispatcher.combine(layer.experts(rows_RD, counts_E), plan)
+    return layer.aggregate(rows_TKD, routing, carry)
+
+
+__all__ = ["Balance", "Batch", "Carry", "Dispatcher", "Layer", "Routing", "run_layer"]

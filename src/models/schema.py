@@ -1,0 +1,96 @@
+"""Architecture configs, one dataclass per family; no torch here, so composition stays fast (CFG-18)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def choice(default: str, *others: str) -> Any:
+    """A ``str`` field that takes only the names given, the default among them."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass
+class YarnConfig:
+    """YaRN extension of the rotary frequencies (ATT-3); `factor` 1 is plain rotary."""
+
+    factor: float = 1.0
+    """How many times longer than the original context."""
+    original_length: int = 4096
+    """Context length that the frequencies were made for."""
+    beta_fast: float = 32.0
+    """Rotations above which a frequency is kept."""
+    beta_slow: float = 1.0
+    """Rotations below which a frequency is divided by `factor`."""
+    mscale: float = 0.0
+    """Factor in the numerator of the cos/sin scale; 0 is absent."""
+    mscale_all_dim: float = 0.0
+    """Factor of the softmax scale, squared, and in the denominator of the cos/sin scale; 0 is absent."""
+    truncate: bool = True
+    """Round the bounds of the ramp to whole dimensions."""
+
+
+@dataclass
+class ModelConfig:
+    """What every family has: widths and depths, no parallel size and no kernel choice (MOD-1)."""
+
+    family: str = "???"
+    """Name of the model class."""
+    name: str = "???"
+    """Name of the preset: `family` or `family/size`."""
+    vocab_size: int | None = None
+    """Rows of embedding and head; null follows the tokenizer."""
+    hidden_size: int = 64
+    """Width D of the residual stream."""
+    num_layers: int = 1
+    """Decoder layers L."""
+    context: int = 4096
+    """Longest sequence the positions are meant for."""
+    rms_norm_eps: float = 1e-6
+    """Term under the root of the layer norms."""
+    tie_embeddings: bool = False
+    """Share embedding and head."""
+
+
+@dataclass
+class DeepseekV2Config(ModelConfig):
+    """DeepSeek-V2: latent attention, shared and routed experts, group-limited softmax routing."""
+
+    num_heads: int = 4
+    """Query heads."""
+    q_lora_rank: int | None = None
+    """Rank of the query's latent; null projects queries directly."""
+    kv_lora_rank: int = 16
+    """Rank of the latent of keys and values."""
+    qk_nope_head_dim: int = 16
+    """Width of a head's part without rotation."""
+    qk_rope_head_dim: int = 8
+    """Width of a head's rotated part."""
+    v_head_dim: int = 12
+    """Width of a value head."""
+    attention_bias: bool = False
+    """Bias on the latent and output projections."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+    first_dense: int = 1
+    """Leading layers with a dense FFN."""
+    intermediate_size: int = 176
+    """Width of the dense FFN."""
+    num_experts: int = 16
+    """Routed experts E."""
+    top_k: int = 3
+    """Experts K that a token visits."""
+    expert_size: int = 40
+    """Width F of an expert."""
+    num_shared_experts: int = 2
+    """Shared experts, computed as one FFN of this many times `expert_size`."""
+    routing: str = choice("greedy", "group_limited_greedy")
+    """How the K experts are chosen."""
+    num_groups: int = 1
+    """Groups of experts (group_limited_greedy)."""
+    groups_kept: int = 1
+    """Groups a token may choose from (group_limited_greedy)."""
+    routed_scaling: float = 1.0
+    """Factor on the routing weights."""
