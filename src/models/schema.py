@@ -45,6 +45,8 @@ class ModelConfig:
     """Width D of the residual stream."""
     num_layers: int = 1
     """Decoder layers L."""
+    num_experts: int = 0
+    """Routed experts E; 0 in a dense model."""
     context: int = 4096
     """Longest sequence the positions are meant for."""
     rms_norm_eps: float = 1e-6

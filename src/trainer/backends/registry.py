@@ -1,0 +1,74 @@
+"""Which backends there are and what each can do; no torch, so that composition can refuse by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from src.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from src.trainer.backends.native import NativeBackend
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; everything else is refused at composition."""
+
+    path: str
+    """`module:class` of the implementation."""
+    axes: tuple[str, ...]
+    """Mesh axes that may exceed one."""
+    schedules: tuple[str, ...]
+    """Values of `pipeline.schedule`."""
+    overlap: bool
+    """Takes `pipeline.overlap=true`."""
+    recompute: tuple[str, ...]
+    """Values of `recompute`."""
+    precision: tuple[str, ...]
+    """Values of `precision`."""
+    balance: tuple[str, ...]
+    """Values of `balance`."""
+    force: tuple[str, ...]
+    """Values of `balance.force`."""
+
+
+BACKENDS: dict[str, Capabilities] = {
+    "native": Capabilities(
+        path="src.trainer.backends.native:NativeBackend",
+        axes=("pp", "rep", "dp", "ep"),
+        schedules=("gpipe", "1f1b"),
+        overlap=False,
+        recompute=("none",),
+        precision=("auto", "fp32", "fp64", "master"),
+        balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
+        force=("none",),
+    ),
+}
+"""The backends that exist."""
+
+RESERVED = ("transformers", "megatron", "automodel")
+"""Names that are kept for backends to come and refused until then."""
+
+
+def problem(name: str) -> Problem | None:
+    """Why `backend=name` cannot run, or None if it can."""
+    if name in BACKENDS:
+        return None
+    why = "reserved and does not exist yet" if name in RESERVED else "not a backend"
+    return Problem("backend", f"'{name}' is {why}", f"use backend={' or '.join(BACKENDS)}", rule="backend")
+
+
+def backend_class(name: str) -> type[NativeBackend]:
+    """The class behind `backend=name`.
+
+    Raises:
+        UserError: the name is reserved or unknown.
+    """
+    refused = problem(name)
+    if refused is not None:
+        raise UserError([refused])
+    module, _, attribute = BACKENDS[name].path.partition(":")
+    found: type[NativeBackend] = getattr(import_module(module), attribute)
+    return found
