@@ -1,0 +1,88 @@
+"""Parameter counts and FLOPs of a config, for plans, memory estimates and MFU; no torch here (MOD-2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from src.models.names import is_expert_stack, is_moe_layer, parameters
+
+if TYPE_CHECKING:
+    from src.models.schema import DeepseekV2Config, ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """Parameters of one decoder layer."""
+
+    experts: int
+    """In routed experts; 0 for a dense layer."""
+    rest: int
+    """Everything else: attention, norms, router, shared experts or dense FFN."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a model; routing biases are buffers and not counted."""
+
+    total: int
+    """All parameters."""
+    active: int
+    """All but routed experts, plus K/E of those; embedding included."""
+    matmul: int
+    """N_mm: active weights of matrix products; embedding, gains and biases are out, the head is in."""
+    embedding: int
+    """V·D of one table; a head that is not tied has as many."""
+    layers: tuple[LayerCount, ...]
+    """By global layer index."""
+
+
+def count(config: ModelConfig) -> Counts:
+    """Counts of the whole model, each derived from the shapes of `names.parameters`."""
+    shapes = parameters(config)
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    active = {name: _active(config, name, size) for name, size in sizes.items()}
+    embedding = sizes["model.embed_tokens.weight"]
+    # A tied head multiplies by the embedding's table, so that table is a matrix product after all.
+    matmul = sum(active[name] for name, shape in shapes.items() if len(shape) > 1)
+    return Counts(
+        total=sum(sizes.values()),
+        active=sum(active.values()),
+        matmul=matmul if config.tie_embeddings else matmul - embedding,
+        embedding=embedding,
+        layers=tuple(_layer(sizes, index) for index in range(config.num_layers)),
+    )
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool = True) -> int:
+    """Training FLOPs per token: 6·N_mm plus 6·k·H·(d_qk + d_v) per attention layer; recomputation not counted.
+
+    `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; otherwise k = S, as torchtitan.
+    """
+    keys = sequence_length / 2 if causal else sequence_length
+    return int(6 * count(config).matmul + 6 * keys * config.num_layers * _head_widths(config))
+
+
+def moe_layers(config: ModelConfig) -> list[int]:
+    """Global indices of the layers with routed experts."""
+    return [index for index in range(config.num_layers) if is_moe_layer(config, index)]
+
+
+def _active(config: ModelConfig, name: str, size: int) -> int:
+    if not is_expert_stack(name):
+        return size
+    family: DeepseekV2Config = config  # type: ignore[assignment]
+    return size // family.num_experts * family.top_k
+
+
+def _head_widths(config: ModelConfig) -> int:
+    """H·(d_qk + d_v) of one attention layer."""
+    family: DeepseekV2Config = config  # type: ignore[assignment]
+    return family.num_heads * (family.qk_nope_head_dim + family.qk_rope_head_dim + family.v_head_dim)
+
+
+def _layer(sizes: dict[str, int], index: int) -> LayerCount:
+    mine = {name: size for name, size in sizes.items() if name.startswith(f"model.layers.{index}.")}
+    experts = sum(size for name, size in mine.items() if is_expert_stack(name))
+    return LayerCount(experts, sum(mine.values()) - experts)

@@ -1,0 +1,142 @@
+"""Names and shapes of a family's parameters, from its config alone; no torch here (CFG-18).
+
+Two views of the same weights. *Parameters* are what `named_parameters()` of the model gives, with the routed
+experts stacked (FFN-2). *Canonical entries* are what checkpoints and Hugging Face files hold: one per expert
+and projection, with global layer numbers (CKPT-1, HFN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from src.models.schema import DeepseekV2Config, ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the tensor of one canonical name lives."""
+
+    parameter: str
+    """Name in `named_parameters()` of the whole model."""
+    expert: int | None
+    """Global id of the expert, the index into dimension 0 of the stack; None outside stacks."""
+    rows: slice | None
+    """Rows of the expert's matrix (or bias) that the entry is; None takes all."""
+    shape: tuple[int, ...]
+    """Shape of the entry, `[out, in]` for a matrix."""
+
+
+def parameters(config: ModelConfig) -> Shapes:
+    """Unsharded shape of each parameter of the whole model, in the order of the forward pass."""
+    D = config.hidden_size
+    shapes: Shapes = {"model.embed_tokens.weight": (vocabulary(config), D)}
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}"
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _LAYERS[config.family](config, index).items()}
+    shapes["model.norm.weight"] = (D,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (vocabulary(config), D)
+    return shapes
+
+
+def canonical(config: ModelConfig) -> dict[str, Entry]:
+    """Canonical name → entry, for every tensor of a checkpoint of this model (CKPT-1)."""
+    entries: dict[str, Entry] = {}
+    for name, shape in parameters(config).items():
+        if is_expert_stack(name):
+            entries |= _unstack(name, shape)
+        else:
+            entries[name] = Entry(name, None, None, shape)
+    return entries
+
+
+def is_expert_stack(name: str) -> bool:
+    """Whether a parameter holds routed experts, one per index of dimension 0."""
+    return ".mlp.experts." in name
+
+
+def vocabulary(config: ModelConfig) -> int:
+    """Rows of embedding and head; `ValueError` while they still wait for the tokenizer."""
+    if config.vocab_size is None:
+        raise ValueError("model.vocab_size is null: resolve it from the tokenizer first, or set model.vocab_size=N")
+    return config.vocab_size
+
+
+def is_moe_layer(config: ModelConfig, index: int) -> bool:
+    """Whether the layer with this global index routes tokens to experts (TRAP-5)."""
+    return _IS_MOE[config.family](config, index)
+
+
+def _unstack(name: str, shape: tuple[int, ...]) -> dict[str, Entry]:
+    """Entries of one stack: `gate_up` [E,2F,D] holds the gate rows first, `down` is [E,D,F]."""
+    prefix, kind = name.rsplit(".", 1)
+    experts, out = shape[0], shape[1]
+    rows: dict[str, slice | None] = (
+        {"gate_proj": slice(0, out // 2), "up_proj": slice(out // 2, out)} if kind == "gate_up" else {"down_proj": None}
+    )
+    height = out // len(rows)
+    return {
+        f"{prefix}.{expert}.{projection}.weight": Entry(name, expert, span, (height, *shape[2:]))
+        for expert in range(experts)
+        for projection, span in rows.items()
+    }
+
+
+def _deepseek_v2_layer(config: DeepseekV2Config, index: int) -> Shapes:
+    D = config.hidden_size
+    shapes: Shapes = {"input_layernorm.weight": (D,)}
+    shapes |= {f"self_attn.{name}": shape for name, shape in _latent_attention(config).items()}
+    shapes["post_attention_layernorm.weight"] = (D,)
+    if not is_moe_layer(config, index):
+        return shapes | _swiglu("mlp", D, config.intermediate_size)
+    E, F = config.num_experts, config.expert_size
+    shapes["mlp.gate.weight"] = (E, D)
+    shapes |= {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
+    if config.num_shared_experts:
+        shapes |= _swiglu("mlp.shared_experts", D, F * config.num_shared_experts)
+    return shapes
+
+
+def _latent_attention(config: DeepseekV2Config) -> Shapes:
+    """Projections and latent norms of MLA (ATT-1); `attention_bias` touches q_a, kv_a and o only."""
+    D, H, rank = config.hidden_size, config.num_heads, config.kv_lora_rank
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    width = H * (nope + rope)
+    shapes: Shapes = {}
+    if config.q_lora_rank is None:
+        shapes["q_proj.weight"] = (width, D)
+    else:
+        shapes |= _linear("q_a_proj", config.q_lora_rank, D, config.attention_bias)
+        shapes["q_a_layernorm.weight"] = (config.q_lora_rank,)
+        shapes["q_b_proj.weight"] = (width, config.q_lora_rank)
+    shapes |= _linear("kv_a_proj_with_mqa", rank + rope, D, config.attention_bias)
+    shapes["kv_a_layernorm.weight"] = (rank,)
+    shapes["kv_b_proj.weight"] = (H * (nope + value), rank)
+    return shapes | _linear("o_proj", D, H * value, config.attention_bias)
+
+
+def _linear(name: str, out: int, into: int, bias: bool) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (out, into)}
+    return shapes | {f"{name}.bias": (out,)} if bias else shapes
+
+
+def _swiglu(prefix: str, D: int, F: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (F, D),
+        f"{prefix}.up_proj.weight": (F, D),
+        f"{prefix}.down_proj.weight": (D, F),
+    }
+
+
+def _after_first_dense(config: DeepseekV2Config, index: int) -> bool:
+    return index >= config.first_dense
+
+
+# Typed loosely: each function takes the config class of its own family.
+_LAYERS: dict[str, Callable[..., Shapes]] = {"deepseek_v2": _deepseek_v2_layer}
+_IS_MOE: dict[str, Callable[..., bool]] = {"deepseek_v2": _after_first_dense}

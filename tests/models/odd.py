@@ -1,0 +1,40 @@
+"""The odd member of each family: no square, nothing divisible by chance (MOD-3); lives in tests only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from src.models.schema import DeepseekV2Config, YarnConfig
+
+
+def deepseek_v2(**changes: Any) -> DeepseekV2Config:
+    """The odd DeepSeek-V2, with fields replaced by `changes`."""
+    config = DeepseekV2Config(
+        family="deepseek_v2",
+        name="odd",
+        vocab_size=97,
+        hidden_size=45,
+        num_layers=3,
+        context=256,
+        rms_norm_eps=1e-3,
+        num_heads=3,
+        q_lora_rank=13,
+        kv_lora_rank=14,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=7,
+        rope_theta=100.0,
+        yarn=YarnConfig(factor=4.0, original_length=64, mscale=0.707, mscale_all_dim=0.707),
+        first_dense=1,
+        intermediate_size=31,
+        num_experts=15,
+        top_k=3,
+        expert_size=9,
+        num_shared_experts=2,
+        routing="group_limited_greedy",
+        num_groups=5,
+        groups_kept=2,
+        routed_scaling=2.0,
+    )
+    return replace(config, **changes)
