@@ -1,0 +1,43 @@
+"""Saves a run: every `checkpoint.every` steps, at the end, and when it is asked to stop."""
+
+from __future__ import annotations
+
+from src.trainer.callbacks.base import Callback
+from src.trainer.checkpoint.retention import retain
+from src.trainer.checkpoint.save import save
+from src.trainer.state import Run
+
+
+class Checkpointing(Callback):
+    """Publishes complete checkpoints and keeps the newest ones."""
+
+    def __init__(self) -> None:
+        self._saved = -1
+
+    def start(self, run: Run) -> None:
+        self._saved = run.step
+
+    def step(self, run: Run) -> None:
+        every = run.config.checkpoint.every
+        if every and run.step % every == 0 and run.step < run.config.max_steps:
+            self._save(run)
+
+    def end(self, run: Run, stopped: bool) -> None:
+        if self._saved != run.step:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        self._saved = run.step
+        scalars = {"step": run.step, "tokens_total": run.tokens_total, "updates": run.optimizer.updates}
+        save(
+            config=run.config,
+            run_dir=run.directory,
+            attempt=run.attempt,
+            step=run.step,
+            backend=run.backend,
+            moments=run.optimizer.moments,
+            scalars=scalars,
+            runtime=run.runtime,
+            data_key=run.data.key,
+        )
+        retain(run.config, run.directory, protect=run.step)

@@ -1,0 +1,155 @@
+"""The training loop that every backend, mesh and launcher shares.
+
+Read it top to bottom: build the run, take up the newest checkpoint, then step until `max_steps` or until
+somebody asks to stop. Everything optional is a callback.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from src.config import Config
+from src.errors import UserError
+from src.trainer.backends.registry import backend_class
+from src.trainer.callbacks.base import Callback
+from src.trainer.callbacks.checkpointing import Checkpointing
+from src.trainer.callbacks.dump_batches import DumpBatches
+from src.trainer.callbacks.evaluating import Evaluating
+from src.trainer.callbacks.tracking import trackers
+from src.trainer.checkpoint.load import find, load, load_weights
+from src.trainer.data.corpus import open_data
+from src.trainer.data.loader import Loader
+from src.trainer.metrics import Metrics
+from src.trainer.optimizer import Optimizer
+from src.trainer.runtime import Runtime
+from src.trainer.state import Run
+from src.trainer.step import train_step
+from src.trainer.stop import StopRequest
+
+
+def train(config: Config, directory: Path, attempt: int, runtime: Runtime, stop: StopRequest) -> bool:
+    """Train to the end; True if the run was stopped on request before it, with its state saved.
+
+    Raises:
+        UserError: resume refused (8), loss or gradient not finite (7), a kernel missing (3).
+    """
+    run = build(config, directory, attempt, runtime, stop)
+    take_up(run)
+    metrics, callbacks = Metrics(run), make_callbacks(run)
+    coordinates = config.mesh.data_ranks
+    with closing(run, callbacks), Loader(config, run.data, runtime.data_coordinate, coordinates, run.step) as loader:
+        for callback in callbacks:
+            callback.start(run)
+        stopped = run_steps(run, loader, metrics, callbacks)
+        for callback in callbacks:
+            callback.end(run, stopped)
+    return stopped
+
+
+def run_steps(run: Run, loader: Loader, metrics: Metrics, callbacks: Sequence[Callback]) -> bool:
+    """Step until `max_steps`; True if all ranks agreed to stop before."""
+    stopped = False
+    with collect_garbage_between_steps():
+        while run.step < run.config.max_steps and not stopped:
+            record, stop = train_step(run, loader, callbacks)
+            metrics.add(record)
+            stopped = bool(stop.item()) and run.step < run.config.max_steps
+            if stopped or run.step % run.config.logger.flush_every == 0 or must_flush(run):
+                flush(run, metrics, callbacks)
+            for callback in callbacks:
+                callback.step(run)
+    return stopped
+
+
+def must_flush(run: Run) -> bool:
+    """Metrics are written before the last step's, an evaluation's or a checkpoint's own files are (LOG-3)."""
+    everies = (run.config.evaluation.every, run.config.checkpoint.every)
+    return run.step == run.config.max_steps or any(every and run.step % every == 0 for every in everies)
+
+
+def flush(run: Run, metrics: Metrics, callbacks: Sequence[Callback]) -> None:
+    """Write the metrics of the steps since the last flush; end the run if it met a value that is not finite."""
+    lines = metrics.flush()
+    for callback in callbacks:
+        callback.metrics(run, lines)
+    if run.halted is not None and bool(run.halted.item()):
+        bad = [str(line["step"]) for line in lines if line["skipped"]]
+        raise UserError(
+            f"loss or gradient not finite at step {', '.join(bad)}; the weights are those before it. "
+            "nonfinite=skip leaves such steps out, a lower optimizer.lr often avoids them",
+            code=7,
+        )
+
+
+def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop: StopRequest) -> Run:
+    """Data, backend and optimizer of this rank; one line tells what the run is made of (LOG-4)."""
+    data = open_data(config)
+    backend = backend_class(config.backend.name).build(config, runtime)
+    optimizer = Optimizer(config.optimizer, backend.parameters, backend.specs)
+    write_kernels(directory, runtime, backend.ops_record())
+    return Run(config, directory, attempt, runtime, data, backend, optimizer, stop)
+
+
+def write_kernels(directory: Path, runtime: Runtime, record: dict[str, Any]) -> None:
+    """`kernels.json`; ranks that chose different kernels are refused before the first step (REG-3)."""
+    text = json.dumps(record, indent=2, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    first = runtime.broadcast_object(digest)
+    if first != digest:
+        raise UserError(f"rank {runtime.rank} chose other kernels than rank 0: {text}", code=3)
+    if runtime.rank == 0:
+        (directory / "kernels.json").write_text(text + "\n")
+
+
+def take_up(run: Run) -> None:
+    """Load the newest complete checkpoint, or the weights of `init_from`, or keep the initial weights."""
+    found = find(run.config, run.directory, run.runtime)
+    if found is not None:
+        scalars = load(found, run.config, run.backend, run.optimizer.moments, run.runtime, run.data.key)
+        run.step, run.tokens_total = int(scalars["step"]), int(scalars["tokens_total"])
+        run.optimizer.updates = int(scalars["updates"])
+        say(run, f"goes on from step {run.step}")
+    elif run.config.init_from is not None:
+        initial = load_weights(Path(run.config.init_from), run.backend, run.runtime)
+        say(run, f"weights from {run.config.init_from}" + (f"; initial stay: {', '.join(initial)}" if initial else ""))
+
+
+def say(run: Run, text: str) -> None:
+    """A line on the console, once for all ranks."""
+    if run.runtime.rank == 0:
+        print(text, flush=True)
+
+
+def make_callbacks(run: Run) -> list[Callback]:
+    """The callbacks that the config asks for, in the order in which they are called."""
+    tracking = list(trackers(run))
+    evaluating = [Evaluating(tracking)] if run.config.evaluation.name == "heldout" else []
+    dump = [DumpBatches()] if run.config.debug.dump_batches else []
+    return [*tracking, *dump, *evaluating, Checkpointing()]
+
+
+@contextmanager
+def closing(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Close every callback on every way out."""
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            callback.close(run)
+
+
+@contextmanager
+def collect_garbage_between_steps() -> Iterator[None]:
+    """Freeze what the start left behind, so that collections during training look at little and cost little."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,37 @@
+"""The objects of one run, passed explicitly: what the loop owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from src.config import Config
+from src.trainer.backends.native import NativeBackend
+from src.trainer.data.corpus import Data
+from src.trainer.optimizer import Optimizer
+from src.trainer.runtime import Runtime
+from src.trainer.stop import StopRequest
+
+
+@dataclass
+class Run:
+    """A run in one rank."""
+
+    config: Config
+    directory: Path
+    attempt: int
+    runtime: Runtime
+    data: Data
+    backend: NativeBackend
+    optimizer: Optimizer
+    stop: StopRequest
+    step: int = 0
+    """Optimizer steps finished."""
+    tokens_total: int = 0
+    """Distinct training tokens seen, up to the last flush."""
+    bad_in_a_row: Tensor | None = None
+    """Device counter of updates in a row that were not finite (ENG-27)."""
+    halted: Tensor | None = None
+    """Device flag: no update is applied any more."""

@@ -1,0 +1,80 @@
+"""One optimizer step: batch, token count, forward and backward, norm, clipping, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from src.trainer.callbacks.base import Callback
+from src.trainer.data.batch import StepBatch
+from src.trainer.data.loader import Loader
+from src.trainer.lr_schedule import learning_rate
+from src.trainer.metrics import StepRecord
+from src.trainer.optimizer import clip_factor
+from src.trainer.state import Run
+
+
+def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple[StepRecord, Tensor]:
+    """Run one step and return its record and a device scalar that is positive if any rank was asked to stop.
+
+    All micro-batches are fetched first, so the global count of target tokens is known before the first
+    forward (ENG-4); nothing is read back from the device (ENG-8).
+    """
+    started = time.perf_counter()
+    batch = loader.step(run.step)
+    data_time = time.perf_counter() - started
+    for callback in callbacks:
+        callback.batch(run, batch)
+    totals = count_world(run, batch)
+    sums = run.backend.forward_backward(batch, totals[0])
+    norm = run.backend.grad_norm(sums.loss)
+    skip = judge(run, norm)
+    lr = learning_rate(run.config, run.step)
+    run.optimizer.step(lr, clip_factor(norm, run.config.optimizer.max_norm), skip)
+    run.optimizer.zero_grad()
+    run.backend.finish_step(skip)
+    run.step += 1
+    record = StepRecord(
+        step=run.step,
+        sums=torch.stack([sums.loss.double(), sums.aux.double(), sums.z.double()]),
+        globals=torch.stack([norm.double(), skip.double(), halted(run).double(), *totals[:2].double()]),
+        counts=sums.counts,
+        lr=lr,
+        epoch=batch.epoch,
+        step_time=time.perf_counter() - started,
+        data_time=data_time,
+    )
+    return record, totals[2]
+
+
+def count_world(run: Run, batch: StepBatch) -> Tensor:
+    """int64 [3] over the global batch: target tokens, tokens, and ranks that were asked to stop.
+
+    Ranks that differ in pp or cp hold the same samples, so only the first of them counts its own.
+    """
+    runtime = run.runtime
+    counts = (batch.target_tokens, batch.tokens) if runtime.counts_samples else (0, 0)
+    return runtime.sum_world(torch.tensor([*counts, int(run.stop.asked())], device=runtime.device))
+
+
+def judge(run: Run, norm: Tensor) -> Tensor:
+    """Device flag that this update is not applied (ENG-27); equal on all ranks, since the norm is.
+
+    `grad_norm` is not finite if the loss of any rank is not. Under `nonfinite=stop` the first bad step halts
+    the run, under `skip` the one after `max_skips` in a row does; once halted, nothing is applied any more,
+    so that the state is that before the bad step when the next flush ends the run.
+    """
+    bad = ~torch.isfinite(norm)
+    allowed = run.config.max_skips if run.config.nonfinite == "skip" else 0
+    before = run.bad_in_a_row if run.bad_in_a_row is not None else torch.zeros_like(norm, dtype=torch.int64)
+    run.bad_in_a_row = torch.where(bad, before + 1, torch.zeros_like(before))
+    run.halted = halted(run) | (run.bad_in_a_row > allowed)
+    return (bad | run.halted).double()
+
+
+def halted(run: Run) -> Tensor:
+    """Device flag that the run must end at the next flush."""
+    return torch.zeros((), dtype=torch.bool, device=run.runtime.device) if run.halted is None else run.halted
