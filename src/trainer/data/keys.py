@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from src.config import Config
 from src.errors import Problem
@@ -34,7 +34,7 @@ RESERVED = ("hf", "tokens", "sft_chat", "mixture")
 Record = dict[str, Any]
 """A JSON object that identifies something."""
 
-Rule = tuple[Callable[[Config], bool], Unpack[tuple[str, ...]]]
+Rule = tuple[Callable[[Config], bool], *tuple[str, ...]]
 
 
 @dataclass(frozen=True)
