@@ -1,0 +1,185 @@
+"""What a rank knows of its place: device, coordinates, process groups, reductions over mesh axes.
+
+Everything that is decided for all ranks goes through here, so that one rank alone needs no process group.
+Only groups of two and more ranks are made, and two sets of axes that span the same ranks share one group: on
+two cores a gloo group costs a rank some ten milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from src.config import Config, MeshConfig
+from src.errors import UserError
+from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for a peer; a peer that died is noticed by the agent long before."""
+
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("pp",),
+    ("rep",),
+    ("ep",),
+    ("dp", "cp"),
+    ("dp", "cp", "ep"),
+    ("rep", "dp", "cp", "ep"),
+    ("pp", "dp", "cp", "ep"),
+)
+"""Sets of axes that the engine communicates over, beside the whole world (ENG-2, reductions table)."""
+
+
+@dataclass
+class Runtime:
+    """A rank's place and its means of talking to others."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    mesh: MeshConfig
+    place: Coordinates
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    """Axes → group of the ranks that differ from this one in these axes only; absent if that is this rank alone."""
+
+    @property
+    def data_coordinate(self) -> int:
+        """Which samples this rank reads (ORDER-3)."""
+        return self.place.data
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank counts its samples in sums over the world: ranks of other pp and cp read the same."""
+        return self.place.pp == 0 and self.place.cp == 0
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks that differ from this one in `axes` only, itself included."""
+        size = 1
+        for axis in axes:
+            size *= sizes(self.mesh)[axis]
+        return size
+
+    def ranks(self, *axes: str) -> list[int]:
+        """Global ranks of `size(*axes)`, row-major over the axes."""
+        return _peers(self.mesh, self.rank, axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group over `axes`, or None if it is this rank alone."""
+        if self.size(*axes) == 1:
+            return None
+        if self.size(*axes) == self.world:
+            return dist.group.WORLD
+        return self.groups[tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)]
+
+    def reduce(self, tensor: Tensor, axes: Iterable[str], op: str = "sum") -> Tensor:
+        """Reduce in place over `axes` and return the tensor; `op` is sum, max or min."""
+        group = self.group(*axes)
+        if group is not None:
+            dist.all_reduce(tensor, OPERATIONS[op], group=group)
+        return tensor
+
+    def sum_world(self, tensor: Tensor) -> Tensor:
+        """SUM over all ranks, in place; returns the tensor."""
+        return self.reduce(tensor, AXES)
+
+    def max_world(self, value: int) -> int:
+        """Largest value of all ranks; reads the device."""
+        return int(self.reduce(torch.tensor(value, device=self.device), AXES, "max").item())
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        return self.gather_objects(value)[0] if self.world > 1 else value
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's value by rank, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def start(config: Config) -> Runtime:
+    """Join the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment tell.
+
+    Raises:
+        UserError: the environment has another number of ranks than the mesh (2), no such device (3), or
+            `determinism=bitwise` without what it needs.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if world != config.mesh.world:
+        raise UserError(f"{world} ranks were started, the mesh has {config.mesh.world}: start that many ranks")
+    device = pick_device(config, local_rank)
+    if config.determinism.name == "bitwise":
+        torch.use_deterministic_algorithms(True)
+    if world > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=rank,
+            world_size=world,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return join(config.mesh, rank, local_rank, device)
+
+
+def join(mesh: MeshConfig, rank: int, local_rank: int, device: torch.device) -> Runtime:
+    """The runtime of a rank whose default process group, if the mesh needs one, stands already."""
+    runtime = Runtime(rank, mesh.world, local_rank, device, mesh, coordinates(mesh, rank))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for axes in GROUPS:
+        wide = tuple(axis for axis in axes if runtime.size(axis) > 1)
+        members = tuple(runtime.ranks(*wide))
+        if 1 < len(members) < mesh.world and wide not in runtime.groups:
+            if members not in made:
+                made[members] = dist.new_group(list(members), use_local_synchronization=True)
+            runtime.groups[wide] = made[members]
+    return runtime
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    """The device of this rank: a GPU where `platform` asks for one, or has one under `auto`.
+
+    Raises:
+        UserError: `platform` names a GPU and there is none for this rank (3).
+    """
+    name = config.platform.name
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UserError(f"platform={name}: no GPU for local rank {local_rank}, {found} found; platform=cpu", code=3)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _peers(mesh: MeshConfig, rank: int, axes: Iterable[str]) -> list[int]:
+    """Ranks whose coordinates equal those of `rank` outside `axes`, ascending (so row-major over the axes)."""
+    fixed = [axis for axis in AXES if axis not in set(axes)]
+    mine = coordinates(mesh, rank)
+    others = ((other, coordinates(mesh, other)) for other in range(mesh.world))
+    return [other for other, place in others if all(getattr(place, a) == getattr(mine, a) for a in fixed)]
