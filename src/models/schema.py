@@ -96,3 +96,7 @@ class DeepseekV2Config(ModelConfig):
     """Groups a token may choose from (group_limited_greedy)."""
     routed_scaling: float = 1.0
     """Factor on the routing weights."""
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {"deepseek_v2": DeepseekV2Config}
+"""The config class that `model.family` names (CFG-9)."""

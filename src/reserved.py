@@ -1,0 +1,91 @@
+"""Names that the design keeps for parts to come: refused by name, with what exists instead."""
+
+from __future__ import annotations
+
+from src.config import Config
+from src.errors import Problem
+
+RESERVED: dict[str, dict[str, str]] = {
+    "model": dict.fromkeys(
+        ("deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe", "dense"),
+        "this family is not written yet",
+    ),
+    "pipeline": {
+        "interleaved_1f1b": "one rank cannot hold several stages yet",
+        "zbv": "weight gradients cannot be deferred yet",
+        "dualpipev": "forwards and backwards cannot overlap yet",
+    },
+    "backend": {
+        "transformers": "Hugging Face models do not run under the loop yet",
+        "megatron": "no Megatron engine stands behind the loop",
+        "automodel": "no AutoModel engine stands behind the loop",
+    },
+    "kernels": {
+        "triton": "no Triton kernel is written yet",
+        "library": "no library kernel is bound yet",
+    },
+    "launcher": {
+        "slurm": "jobs cannot be submitted to Slurm yet",
+        "spur": "jobs cannot be submitted to Spur yet",
+        "direct": "a process cannot become a rank of its environment yet",
+    },
+    "data": {
+        "hf": "datasets of the hub cannot be prepared yet",
+        "tokens": "ready token files cannot be read yet",
+        "sft_chat": "conversations cannot be prepared yet",
+        "mixture": "corpora cannot be mixed yet",
+    },
+    "optimizer": {"muon": "Muon is not written yet"},
+    "balance": {"bias": "no family with a routing bias is written yet"},
+    "precision": {"split": "split master weights are not written yet"},
+    "recompute": {
+        "stage": "activations cannot be recomputed yet",
+        "full": "activations cannot be recomputed yet",
+    },
+    "platform": {"rocm": "the environment of AMD devices is not described yet"},
+    "logger": {"mlflow": "there is no mlflow tracker yet"},
+    "container": dict.fromkeys(
+        ("docker", "podman", "apptainer", "pyxis"), "ranks cannot be started in a container yet"
+    ),
+}
+"""Group → reserved option → why it is refused."""
+
+_FP8 = dict.fromkeys(("dense", "dense_experts"), "no product runs in fp8 yet")
+
+
+def refusal(group: str, option: str, existing: list[str]) -> Problem | None:
+    """Why a reserved option cannot be chosen; None if the name is not reserved."""
+    reason = RESERVED.get(group, {}).get(option.partition("/")[0])
+    if reason is None:
+        return None
+    fix = f"what exists: {', '.join(f'{group}={name}' for name in existing)}"
+    return Problem(group, f"{option} is reserved: {reason}", fix, "reserved")
+
+
+def check(config: Config) -> list[Problem]:
+    """Reserved names that came in as values of a key instead of a group's option."""
+    problems = []
+    for key, value, reasons in _values(config):
+        if value in reasons:
+            problems.append(Problem(key, f"{value} is reserved: {reasons[value]}", rule="reserved"))
+    return problems
+
+
+def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
+    named = [
+        ("model.family", config.model.family, "model"),
+        ("pipeline.schedule", config.pipeline.schedule, "pipeline"),
+        ("backend.name", config.backend.name, "backend"),
+        ("kernels.name", config.kernels.name, "kernels"),
+        ("launcher.name", config.launcher.name, "launcher"),
+        ("data.kind", config.data.kind, "data"),
+        ("optimizer.kind", config.optimizer.kind, "optimizer"),
+        ("balance.kind", config.balance.kind, "balance"),
+        ("precision.name", config.precision.name, "precision"),
+        ("recompute.name", config.recompute.name, "recompute"),
+        ("platform.name", config.platform.name, "platform"),
+        ("container.name", config.container.name, "container"),
+        *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),
+    ]
+    fp8 = ("precision.fp8", config.precision.fp8, _FP8)
+    return [fp8, *((key, value, RESERVED[group]) for key, value, group in named)]

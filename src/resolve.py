@@ -1,0 +1,43 @@
+"""What a config says only together with this place and machine, written into it once (CFG-13)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from src.config import Config
+from src.trainer.data import keys
+from src.trainer.parallel import layout
+
+
+def resolve(config: Config, devices: int = 1) -> Config:
+    """A copy in which nothing depends on the place or the machine any more; again and again the same.
+
+    Paths become absolute against the working directory (CFG-13), a null `model.vocab_size` follows the
+    tokenizer, and `mesh=auto` is filled for `devices` devices.
+    """
+    config = copy.deepcopy(config)
+    _resolve_paths(config)
+    if config.model.vocab_size is None:
+        config.model.vocab_size = keys.vocab_size(config)
+    if config.mesh.spec == "auto":
+        config.mesh = layout.auto(config, devices)
+    return config
+
+
+def _resolve_paths(config: Config) -> None:
+    config.paths.runs = _absolute(config.paths.runs)
+    config.paths.data = _absolute(config.paths.data)
+    config.data.files = [_absolute(pattern) for pattern in config.data.files]
+    for part, name in ((config.paths, "cache"), (config.logger, "copy_to"), (config, "init_from")):
+        value = getattr(part, name)
+        setattr(part, name, None if value is None else _absolute(value))
+    if "/" in config.resume:
+        config.resume = _absolute(config.resume)
+    path = config.tokenizer.path
+    if path is not None and Path(path).expanduser().exists():
+        config.tokenizer.path = _absolute(path)
+
+
+def _absolute(path: str) -> str:
+    return str(Path.cwd() / Path(path).expanduser())

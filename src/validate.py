@@ -1,0 +1,195 @@
+"""What no single key shows: ranges, and everything that crosses config groups (CFG-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from src import durations, reserved
+from src.config import Config
+from src.errors import Problem
+from src.models.schema import DeepseekV2Config
+from src.naming import MAX_BYTES
+from src.trainer.data import keys
+from src.trainer.parallel import layout
+
+TRACKERS = ("wandb", "tensorboard")
+
+
+def validate(config: Config) -> list[Problem]:
+    """Every cross-group problem of a resolved config: key, both values, rule and what to type."""
+    problems = reserved.check(config)
+    for part in (_ranges, _durations, _names, _schedule, _pipeline, _model, _resume, _logger, _profile):
+        problems += part(config)
+    problems += layout.check(config) + keys.check(config)
+    return list(dict.fromkeys(problems))
+
+
+def _at_least(lowest: float) -> Callable[[float], bool]:
+    return lambda value: value >= lowest
+
+
+def _above(lowest: float) -> Callable[[float], bool]:
+    return lambda value: value > lowest
+
+
+_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("max_steps", "at least 1", _at_least(1)),
+    ("sequence_length", "at least 2", _at_least(2)),
+    ("max_skips", "at least 0", _at_least(0)),
+    ("seed", "at least 0", _at_least(0)),
+    ("optimizer.lr", "above 0", _above(0)),
+    ("optimizer.max_norm", "above 0, or null", _above(0)),
+    ("optimizer.weight_decay", "at least 0", _at_least(0)),
+    ("optimizer.eps", "above 0", _above(0)),
+    ("optimizer.momentum", "at least 0", _at_least(0)),
+    ("lr_schedule.warmup", "at least 0", _at_least(0)),
+    ("lr_schedule.decay", "at least 0", _at_least(0)),
+    ("lr_schedule.horizon", "at least 1, or null", _at_least(1)),
+    ("lr_schedule.floor", "from 0 to 1", lambda value: 0 <= value <= 1),
+    ("balance.coef", "at least 0", _at_least(0)),
+    ("balance.z_loss", "at least 0", _at_least(0)),
+    ("launcher.slots", "at least 1, or null", _at_least(1)),
+    ("checkpoint.every", "at least 0", _at_least(0)),
+    ("checkpoint.keep_last", "at least 1", _at_least(1)),
+    ("checkpoint.keep_every", "at least 0", _at_least(0)),
+    ("evaluation.every", "at least 0", _at_least(0)),
+    ("evaluation.samples", "at least 1, or null", _at_least(1)),
+    ("evaluation.sample_tokens", "at least 1", _at_least(1)),
+    ("logger.every", "at least 1", _at_least(1)),
+    ("logger.flush_every", "at least 1", _at_least(1)),
+    ("sweep.prepare_parallel", "at least 1", _at_least(1)),
+)
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    for key, words, is_right in _RANGES:
+        value = _get(config, key)
+        if value is not None and not is_right(value):
+            yield Problem(key, f"must be {words}, not {value}", rule="range")
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        fix = "type 'optimizer.betas=[0.9,0.95]'"
+        yield Problem(
+            "optimizer.betas",
+            f"must be two numbers from 0 to below 1, not {config.optimizer.betas}",
+            fix,
+            "range",
+        )
+
+
+def _get(config: Config, key: str) -> float | None:
+    node: object = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    assert node is None or isinstance(node, int | float), key
+    return node
+
+
+def _durations(config: Config) -> Iterator[Problem]:
+    """A wait of no length would fail every start (LEASE-5)."""
+    for key, text in (
+        ("launcher.timeout", config.launcher.timeout),
+        ("data.prepare.timeout", config.data.prepare.timeout),
+    ):
+        if durations.seconds(text) == 0:
+            yield Problem(key, f"{text} is no time at all", f"type {key}=5m", "CFG-5")
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    """Names become directories that paste unquoted into a shell and an override (RUN-4)."""
+    for key, name in (("run_name", config.run_name), ("sweep.name", config.sweep.name)):
+        if name is None:
+            continue
+        parts = name.split("/")
+        if not all(_is_plain(part) for part in parts):
+            words = f"letters, digits and . _ - (with / between folders), at most {MAX_BYTES} each, none of them . or .."
+            yield Problem(key, f"{name!r} is no directory name: {words}", rule="RUN-4")
+
+
+def _is_plain(part: str) -> bool:
+    allowed = all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in part)
+    return allowed and 0 < len(part) <= MAX_BYTES and part not in (".", "..") and not part.startswith("-")
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    schedule = config.lr_schedule
+    horizon = config.max_steps if schedule.horizon is None else schedule.horizon
+    if schedule.kind == "wsd" and schedule.warmup + schedule.decay > horizon:
+        message = f"warmup={schedule.warmup} and decay={schedule.decay} do not fit into {horizon} steps"
+        fix = f"type lr_schedule.decay={max(0, horizon - schedule.warmup)}, or more max_steps"
+        yield Problem("lr_schedule", message, fix, "CFG-19")
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    if config.pipeline.overlap and config.pipeline.schedule != "dualpipev":
+        message = f"{config.pipeline.schedule} cannot overlap two micro-batches; only dualpipev will"
+        yield Problem("pipeline.overlap", message, "type pipeline.overlap=false", "ENG-17")
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if config.sequence_length > model.context:
+        message = f"sequence_length={config.sequence_length} is longer than model.context={model.context}"
+        yield Problem("sequence_length", message, f"type sequence_length={model.context}", "TRAP-9")
+    if isinstance(model, DeepseekV2Config):
+        yield from (
+            Problem(key, message, fix, rule)
+            for is_wrong, key, message, fix, rule in _deepseek(model)
+            if is_wrong
+        )
+
+
+def _deepseek(m: DeepseekV2Config) -> list[tuple[bool, str, str, str, str]]:
+    """Sizes that contradict each other; ROUTE-1 and ATT-2 are the rules."""
+    grouped = m.routing == "group_limited_greedy"
+    whole = m.num_groups > 0 and m.num_experts % m.num_groups == 0
+    reach = m.groups_kept * m.num_experts // max(1, m.num_groups) if grouped else m.num_experts
+    return [
+        (
+            *(not 0 <= m.first_dense <= m.num_layers, "model.first_dense"),
+            *(f"{m.first_dense} of {m.num_layers} layers cannot be dense", f"0 to {m.num_layers}", "MOD-1"),
+        ),
+        (
+            *(grouped and not whole, "model.num_groups"),
+            *(f"{m.num_groups} groups do not divide {m.num_experts} experts", "a divisor", "ROUTE-1"),
+        ),
+        (
+            *(grouped and not 1 <= m.groups_kept <= m.num_groups, "model.groups_kept"),
+            *(f"{m.groups_kept} of {m.num_groups} groups cannot be kept", f"1 to {m.num_groups}", "ROUTE-1"),
+        ),
+        (
+            *(not 1 <= m.top_k <= reach, "model.top_k"),
+            *(f"top_k={m.top_k}, but a token may choose from {reach} experts", f"1 to {reach}", "ROUTE-1"),
+        ),
+        (
+            *(m.qk_rope_head_dim % 2 != 0, "model.qk_rope_head_dim"),
+            *(f"{m.qk_rope_head_dim} is odd; positions rotate pairs", "an even width", "ATT-2"),
+        ),
+    ]
+
+
+def _resume(config: Config) -> Iterator[Problem]:
+    if config.resume not in ("auto", "none", "allow_code") and "/" not in config.resume:
+        fix = "type resume=auto, resume=none, resume=allow_code, or a path with a /"
+        yield Problem("resume", f"{config.resume!r} is neither a mode nor a path", fix, "CKPT-5")
+
+
+def _logger(config: Config) -> Iterator[Problem]:
+    for kind in config.logger.kinds:
+        if kind not in TRACKERS and kind not in reserved.RESERVED["logger"]:
+            yield Problem(
+                "logger.kinds", f"{kind!r} is no tracker", f"what exists: {', '.join(TRACKERS)}", "LOG-5"
+            )
+    parallel = config.launcher.parallel
+    if parallel != "auto" and not (parallel.isdigit() and int(parallel) > 0):
+        yield Problem(
+            "launcher.parallel",
+            f"{parallel!r} is no number of jobs",
+            "type launcher.parallel=auto or 2",
+            "LOCAL-3",
+        )
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    steps = config.profile.steps
+    if steps and (len(steps) != 2 or not 0 <= steps[0] <= steps[1]):
+        yield Problem("profile.steps", f"{steps} is no window", "type 'profile.steps=[10,12]'", "PROF-1")
