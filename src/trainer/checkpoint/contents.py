@@ -1,0 +1,88 @@
+"""What a checkpoint holds, by mesh-free names: parameters, moments, extra state (CKPT-1).
+
+Parameters go by their canonical names, moments by ``<name>::<moment>``, other tensors of the backend (lagged
+load counts and the like) by ``extra.<name>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from src.trainer.checkpoint.shards import Shards
+
+EXTRA = "extra."
+
+
+class Entry(Protocol):
+    """What a rank holds of one canonical tensor."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[tuple[Sequence[int], Tensor]]:
+        """Offsets in the whole tensor and a view of local memory, for each box that this rank holds."""
+        ...
+
+
+class Backend(Protocol):
+    """What checkpoints need of a backend, whichever runs."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by their names in the module."""
+        ...
+
+    def local_entries(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Entry]:
+        """Canonical name → what this rank holds of it, for tensors that are shaped like the parameters."""
+        ...
+
+    def extra_state(self) -> Mapping[str, Tensor]:
+        """Live tensors beside the parameters, by mesh-free names, whole on each rank that has them."""
+        ...
+
+
+def weights(backend: Backend) -> dict[str, Shards]:
+    """This rank's shards of the parameters, as views into them."""
+    return _shards(backend, backend.parameters, "")
+
+
+def collect(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Shards]:
+    """This rank's shards of everything that is saved, as views into the live tensors."""
+    tensors = weights(backend)
+    for moment, by_parameter in moments.items():
+        tensors |= _shards(backend, by_parameter, moment_name("", moment))
+    return tensors | _extra(backend)
+
+
+def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Shards]:
+    from src.trainer.checkpoint.shards import Shards
+
+    shards = {}
+    for name, entry in backend.local_entries(tensors).items():
+        boxes = [(tuple(offsets), view) for offsets, view in entry.pieces if view.numel()]
+        if boxes:
+            shards[name + suffix] = Shards(tuple(entry.shape), boxes)
+    return shards
+
+
+def _extra(backend: Backend) -> dict[str, Shards]:
+    from src.trainer.checkpoint.shards import Shards
+
+    return {EXTRA + name: Shards.whole(tensor) for name, tensor in backend.extra_state().items()}
+
+
+def moment_name(parameter: str, moment: str) -> str:
+    """Name of a parameter's moment."""
+    return f"{parameter}::{moment}"
+
+
+def is_weight(name: str) -> bool:
+    """Whether the name is that of a parameter."""
+    return "::" not in name and not name.startswith(EXTRA)

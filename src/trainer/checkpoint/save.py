@@ -1,0 +1,133 @@
+"""Save a checkpoint: written under another name by all ranks, published by one rename (CKPT-4)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from src.config import Config
+from src.digest import flatten, identity
+from src.trainer.checkpoint.agree import agree, everyone
+from src.trainer.checkpoint.contents import Backend, collect
+from src.trainer.checkpoint.directory import META, FileInfo, Meta, TensorInfo, hidden_path, sha256, step_path
+from src.trainer.runtime import Runtime
+
+POINTS = ("start", "staged", "item", "written", "hashed", "meta", "whole", "aside", "published", "end")
+"""Where `hook` of `save` is called, in this order; ``item`` before each box of a tensor."""
+
+
+def _ignore(point: str) -> None:
+    """The hook of a save that nobody disturbs."""
+
+
+def save(
+    config: Config,
+    run_dir: Path,
+    attempt: int,
+    step: int,
+    backend: Backend,
+    moments: Mapping[str, Mapping[str, Tensor]],
+    scalars: Mapping[str, int | float],
+    runtime: Runtime,
+    data_key: str | None,
+    hook: Callable[[str], None] = _ignore,
+) -> Path:
+    """Publish the state after `step` steps as ``checkpoints/step-…`` of `run_dir`; all ranks call it.
+
+    Args:
+        moments: moment name → parameter name → this rank's shard, shaped like the parameter's.
+        scalars: what the loop counts; kept in ``meta.json`` as they are on rank 0.
+        hook: called at `POINTS`, so that tests can fail or end the process there.
+
+    Returns:
+        The directory; when it is returned, the checkpoint is complete and durable.
+
+    Raises:
+        RuntimeError: some rank could not write; on every rank. Older checkpoints are untouched.
+    """
+    from src.trainer.checkpoint.shards import write
+
+    hook("start")
+    staging, target = hidden_path(run_dir, "tmp", step, attempt), step_path(run_dir, step)
+    agree(runtime, lambda: _empty(staging))
+    hook("staged")
+    written = write(staging, collect(backend, moments), runtime, hook)
+    hook("written")
+    files = everyone(runtime, lambda: {name: _fingerprint(staging / name) for name in written.files})
+    hook("hashed")
+    meta = Meta(
+        step=step,
+        attempt=attempt,
+        scalars=dict(scalars),
+        config=flatten(config),
+        identity=identity(config),
+        data_key=data_key,
+        moments=sorted(moments),
+        tensors={name: TensorInfo(*info) for name, info in written.tensors.items()},
+        files={name: info for part in files for name, info in part.items()},
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+    publication = _Publication(staging, target, hidden_path(run_dir, "old", step, attempt), hook)
+    agree(runtime, lambda: publication.run(meta))
+    hook("end")
+    return target
+
+
+def _empty(staging: Path) -> None:
+    """What an earlier try of this attempt left behind goes."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _fingerprint(path: Path) -> FileInfo:
+    return FileInfo(path.stat().st_size, sha256(path))
+
+
+@dataclass(frozen=True)
+class _Publication:
+    """The last part of a save, on rank 0 alone: until the rename, nothing is there."""
+
+    staging: Path
+    target: Path
+    aside: Path
+    hook: Callable[[str], None]
+
+    def run(self, meta: Meta) -> None:
+        """Write the metadata, make everything durable, rename."""
+        self._write_meta(meta)
+        fsync(self.staging)
+        self.hook("whole")
+        if self.target.exists():
+            # Damaged, or left behind by a resume from an earlier step; retention removes it.
+            shutil.rmtree(self.aside, ignore_errors=True)
+            self.target.rename(self.aside)
+        self.hook("aside")
+        self.staging.rename(self.target)
+        self.hook("published")
+        fsync(self.target.parent)
+
+    def _write_meta(self, meta: Meta) -> None:
+        text = meta.text()
+        with (self.staging / META).open("w") as stream:
+            stream.write(text[: len(text) // 2])
+            stream.flush()
+            self.hook("meta")
+            stream.write(text[len(text) // 2 :])
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def fsync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
