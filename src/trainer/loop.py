@@ -22,7 +22,9 @@ from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
 from src.trainer.callbacks.tracking import trackers
-from src.trainer.checkpoint.load import find, load, load_weights
+from src.trainer.checkpoint.find import find
+from src.trainer.checkpoint.load import load
+from src.trainer.checkpoint.weights import load_weights
 from src.trainer.data.corpus import open_data
 from src.trainer.data.loader import Loader
 from src.trainer.metrics import Metrics
@@ -109,14 +111,16 @@ def write_kernels(directory: Path, runtime: Runtime, record: dict[str, Any]) -> 
 
 def take_up(run: Run) -> None:
     """Load the newest complete checkpoint, or the weights of `init_from`, or keep the initial weights."""
-    found = find(run.config, run.directory, run.runtime)
+    found = find(run.config, run.directory, run.runtime, run.backend)
     if found is not None:
+        for note in found.skipped:
+            say(run, note)
         scalars = load(found, run.config, run.backend, run.optimizer.moments, run.runtime, run.data.key)
         run.step, run.tokens_total = int(scalars["step"]), int(scalars["tokens_total"])
         run.optimizer.updates = int(scalars["updates"])
         say(run, f"goes on from step {run.step}")
     elif run.config.init_from is not None:
-        initial = load_weights(Path(run.config.init_from), run.backend, run.runtime)
+        initial = load_weights(run.config, run.backend, run.runtime)
         say(run, f"weights from {run.config.init_from}" + (f"; initial stay: {', '.join(initial)}" if initial else ""))
 
 

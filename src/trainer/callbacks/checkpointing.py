@@ -40,4 +40,5 @@ class Checkpointing(Callback):
             runtime=run.runtime,
             data_key=run.data.key,
         )
-        retain(run.config, run.directory, protect=run.step)
+        if run.runtime.rank == 0:
+            retain(run.config, run.directory, protect=run.step)
