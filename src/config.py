@@ -330,6 +330,8 @@ class SweepConfig:
     """Name of the sweep's directory; null derives it from the swept overrides."""
     job: str | None = None
     """Name of this job in its sweep; set by the launcher."""
+    index: int | None = None
+    """Place of this job in its sweep; set by the launcher."""
     objective: str = "heldout_loss"
     """Value that an adaptive sweeper reads."""
     fail_fast: bool = False

@@ -1,0 +1,233 @@
+"""One run on this machine, from a validated config to its closing screen and exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src import runs
+from src.code_identity import CodeRecord, code_diff, code_record
+from src.compose import dump_config
+from src.config import Config
+from src.digest import config_digest
+from src.errors import UserError
+from src.launchers.closing import closing_screen
+from src.launchers.console import Console
+from src.launchers.environment import (
+    Environment,
+    Setting,
+    cache_root,
+    cores,
+    rank_environment,
+    unknown_names,
+)
+from src.launchers.outcome import first_failure
+from src.launchers.plan import LaunchPlan, check_memory, make_plan
+from src.launchers.ranks import WORKER, applied, start
+from src.launchers.watch import Ended, Interrupted, Signals, Watcher
+from src.machine import find_machine
+from src.runs import Claim, Status
+from src.trainer.data.keys import data_key
+
+
+@dataclass
+class Launch:
+    """What one launching process works with."""
+
+    config: Config
+    overrides: list[str]
+    worker: str = WORKER
+    """Module that a rank runs."""
+    jobs: int = 1
+    """Jobs of the same sweep that run side by side on this machine."""
+    console: Console = field(default_factory=Console)
+    signals: Signals = field(default_factory=Signals)
+
+
+def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1) -> int:
+    """Train one run to its end and return its exit code (EXIT); refusals are printed, not raised.
+
+    Args:
+        config: resolved and valid.
+        overrides: the command line's overrides, for the record and the next commands.
+        worker: module that each rank runs as `python -m <worker> RUN`.
+        jobs: jobs of a sweep beside this one, itself included; they share the cores.
+    """
+    launch = Launch(config, overrides, worker, jobs)
+    with launch.signals.installed():
+        try:
+            return find_and_run(launch)
+        except UserError as error:
+            launch.console.error(str(error))
+            return error.code
+        except Interrupted as stop:
+            launch.console.error(f"stopped by {stop} before the ranks started")
+            return 128 + stop.number
+
+
+def find_and_run(launch: Launch) -> int:
+    """Refuse what cannot fit, find the run directory, and train in it unless it is finished."""
+    console = launch.console
+    for warning in unknown_names(os.environ):
+        console.error(warning)
+    plan = make_plan(launch.config, launch.overrides)
+    check_memory(plan)
+    with console.phase("run") as words:
+        code, key = code_record(), data_key(launch.config)
+        taken = runs.claim(launch.config, code, key)
+        words.append(str(taken.path))
+    for note in taken.notes:
+        console.line(note)
+    if taken.finished:
+        return 0
+    console.line(f"metrics    {taken.path / 'metrics.jsonl'}")
+    try:
+        return attempt(launch, taken, plan, code, key)
+    finally:
+        taken.release()
+
+
+def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, key: str | None) -> int:
+    """One attempt at the run: prepare, write its papers, run the ranks, settle `status.json`, report."""
+    status = Status("running", taken.attempt, config_digest(launch.config))
+    if launch.config.mesh.world > 1:
+        import_torch_early()
+    try:
+        prepare_data(launch)
+        environment = describe_environment(launch)
+        runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
+        log_files(launch, taken.path)
+        status.write(taken.path)
+        ended = run_ranks(launch, taken, environment)
+        settle(status, taken.path, ended)
+    except UserError as error:
+        fail(status, error.code, "UserError", str(error))
+        raise
+    except Interrupted as stop:
+        fail(status, 128 + stop.number, "Signal", f"{stop} before the ranks started", stop.number)
+        raise
+    except Exception as error:
+        fail(status, 1, type(error).__name__, str(error))
+        raise
+    finally:
+        status.ended = time.time()
+        status.write(taken.path)
+    finish(launch, taken.path, status)
+    assert status.exit_code is not None
+    return status.exit_code
+
+
+def import_torch_early() -> None:
+    """Import the elastic agent in a thread while data and papers are prepared; it is the slowest part of a start."""
+
+    def work() -> None:
+        import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def prepare_data(launch: Launch) -> None:
+    """Build the token artifact if it is missing (exit 4 on failure)."""
+    from src.trainer.data.prepare import prepare
+
+    with launch.console.phase("data") as words:
+        prepared = prepare(launch.config, launch.console.line)
+        if prepared.key is not None:
+            words.append(f"{'built' if prepared.built else 'found'} {prepared.key[:12]} in {prepared.path}")
+
+
+def describe_environment(launch: Launch) -> Environment:
+    """The variables of the ranks, made up once here (ENV-3)."""
+    cache, warning = cache_root(launch.config)
+    if warning is not None:
+        launch.console.error(warning)
+    setting = Setting(
+        config=launch.config,
+        platform=find_machine(launch.config).platform,
+        ranks=launch.config.mesh.world,
+        jobs=launch.jobs,
+        cores=cores(),
+        cache=cache,
+    )
+    return rank_environment(setting, os.environ)
+
+
+def papers(
+    launch: Launch, plan: LaunchPlan, environment: Environment, code: CodeRecord, key: str | None
+) -> dict[str, str]:
+    """The files that describe an attempt, by name (RUN)."""
+    return {
+        "config.yaml": dump_config(launch.config),
+        "overrides.yaml": "".join(f"- {json.dumps(override)}\n" for override in launch.overrides) or "[]\n",
+        "plan.json": json.dumps(plan.json(), indent=2) + "\n",
+        "env.json": json.dumps(environment.json(), indent=2) + "\n",
+        "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
+        "code.diff": code_diff(),
+    }
+
+
+def log_files(launch: Launch, run: Path) -> None:
+    """The console's lines go to `launcher.log`, and to `logger.copy_to`."""
+    copy = launch.config.logger.copy_to
+    launch.console.log_to(run / "launcher.log", *([Path(copy)] if copy else []))
+
+
+def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
+    """Start the ranks and wait for the last of them."""
+    world = launch.config.mesh.world
+    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
+    launch.console.line(f"ranks      {world} on this machine, logs in {taken.path / 'ranks'}")
+    watcher = Watcher(taken.path, launch.config, launch.console, launch.signals)
+    with applied(variables), launch.console.phase("train"):
+        return watcher.watch(lambda: start(taken.path, world, launch.worker))
+
+
+def settle(status: Status, run: Path, ended: Ended) -> None:
+    """State, code and reason of an attempt whose ranks have ended."""
+    status.last_step = runs.last_step(run)
+    status.signal = ended.signal
+    failure = first_failure(run / "control", ended.codes, ended.killed)
+    if failure is None and (run / "control" / "requeue").exists():
+        status.state = "stopped"
+        status.exit_code = 130 if ended.signal == 2 else 75
+    elif failure is None:
+        status.state, status.exit_code, status.signal = "done", 0, None
+    elif ended.killed and ended.signal is not None:
+        fail(status, 128 + ended.signal, "Signal", "killed before its state was saved", ended.signal)
+    else:
+        fail(status, failure.code, failure.type, failure.message, failure.signal)
+        status.first_failing_rank = failure.rank
+
+
+def fail(status: Status, code: int, kind: str, message: str, number: int | None = None) -> None:
+    """Make `status` that of a failure."""
+    status.state, status.exit_code, status.signal = "failed", code, number
+    status.reason = {"type": kind, "message": message}
+
+
+def finish(launch: Launch, run: Path, status: Status) -> None:
+    """Report, and the last lines on the screen."""
+    console = launch.console
+    if status.last_step is not None:
+        try:
+            from src.report import write_report
+
+            with console.phase("report") as words:
+                words.append(str(write_report(run)))
+        except (Exception, Interrupted) as error:
+            console.line(f"no report: {type(error).__name__}: {error}")
+    if status.state == "done":
+        console.line(closing_screen(run, launch.overrides))
+    elif status.state == "stopped":
+        console.line(f"stopped after step {status.last_step}, state saved; the same command goes on from there")
+    else:
+        reason = status.reason or {}
+        rank = "" if status.first_failing_rank is None else f" on rank {status.first_failing_rank}"
+        console.error(
+            f"failed with code {status.exit_code}{rank}: {reason.get('type')}: {reason.get('message')}\n"
+            f"logs: {run / 'ranks'}; the same command goes on from the newest checkpoint"
+        )

@@ -1,0 +1,153 @@
+"""Watching running ranks: progress, the console, stop requests, the first failure (RANK-2, LOCAL-2, AGENT-3)."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from src.config import Config
+from src.durations import seconds
+from src.launchers.bar import Display, Progress
+from src.launchers.console import Console
+from src.launchers.outcome import error_records, first_record
+from src.launchers.ranks import Ranks, send
+from src.records import LineReader
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LOOK = 0.1
+"""Seconds between looks at the ranks and their files."""
+SETTLE = 1.0
+"""Seconds after the first error record in which an earlier cause may still be written."""
+ALONE = 10.0
+"""Seconds after the first error record in which the other ranks end by themselves; then they are killed (ELA-4)."""
+
+
+class Interrupted(BaseException):
+    """A stop signal came while no rank was running."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class Signals:
+    """Stop signals of the launching process: raised as `Interrupted`, or collected while ranks run."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self._collect = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Signals]:
+        """Handle the signals in the main thread; the old handlers come back on the way out."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """While the body runs, signals are appended to `came` and raise nothing."""
+        self._collect = True
+        try:
+            yield
+        finally:
+            self._collect = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(number)
+        if not self._collect:
+            raise Interrupted(number)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks ended."""
+
+    codes: dict[int, int]
+    """Return codes in the order in which the ends were noticed."""
+    signal: int | None
+    """The first stop signal that came to this process."""
+    killed: bool
+    """Whether ranks had to be killed."""
+
+
+class Watcher:
+    """Starts the ranks of one run and looks at them until all have ended."""
+
+    def __init__(self, run: Path, config: Config, console: Console, signals: Signals) -> None:
+        self._run, self._config = run, config
+        self._console, self._signals = console, signals
+        self._progress = Progress(run / "metrics.jsonl", config.max_steps, resumed=True)
+        self._log = LineReader(run / "ranks" / "rank_00000.log", from_end=True)
+        self._asked: float | None = None
+        self._failed: float | None = None
+        self._shown = self._killed = False
+
+    def watch(self, start: Callable[[], Ranks]) -> Ended:
+        """Return when all ranks have ended; signals ask them to save, a second one or too long a wait kills them."""
+        with self._signals.collected(), Display(self._console) as display:
+            ranks = start()
+            while True:
+                codes = ranks.codes()
+                self._show(display)
+                self._look_for_stop(ranks)
+                self._look_for_errors(ranks, over=codes is not None)
+                if codes is not None:
+                    ranks.close()
+                    came = self._signals.came
+                    return Ended(codes, came[0] if came else None, self._killed)
+                time.sleep(LOOK)
+
+    def _show(self, display: Display) -> None:
+        for line in self._log.new_lines():
+            self._console.line(line)
+        for record in self._progress.read():
+            if not display.is_drawn and self._is_due(int(record["step"])):
+                self._console.line(self._progress.plain())
+        display.draw([self._progress.bar(display.width)])
+
+    def _is_due(self, step: int) -> bool:
+        return step in (1, self._config.max_steps) or step % self._config.logger.every == 0
+
+    def _look_for_stop(self, ranks: Ranks) -> None:
+        came = self._signals.came
+        now = time.monotonic()
+        if came and self._asked is None:
+            self._asked = now
+            (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
+            self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
+        overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
+        if len(came) > 1 or overdue:
+            self._kill(ranks, "a second signal" if len(came) > 1 else f"launcher.grace={self._config.launcher.grace} is over")
+
+    def _look_for_errors(self, ranks: Ranks, over: bool) -> None:
+        records = error_records(self._run / "control")
+        if not records:
+            return
+        now = time.monotonic()
+        self._failed = self._failed or now
+        if not self._shown and (over or now - self._failed > SETTLE):
+            self._shown = True
+            record = first_record(records)
+            if record is not None and int(record["rank"]) != 0:
+                self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
+        if not over and now - self._failed > ALONE:
+            self._kill(ranks, f"still there {ALONE:.0f} s after the first error")
+
+    def _kill(self, ranks: Ranks, reason: str) -> None:
+        if not self._killed:
+            self._console.line(f"killing the ranks: {reason}")
+        self._killed = True
+        send(ranks.pids(), signal.SIGKILL)
