@@ -1,0 +1,81 @@
+"""Causal attention with heads whose value width may differ from the key width (OP-2).
+
+Both implementations return the log-sum-exp of each query's scores too; it carries no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from src.kernels.declaration import EAGER, Implementation
+from src.kernels.dtypes import widen
+
+
+def attention(
+    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHU: Tensor, scale: float, documents_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale·q·kᵀ)·v over the keys j ≤ i of the same document: o [B,S,H,U], lse [B,H,S].
+
+    Scores and softmax are fp32 at least; `documents_BS` None means that each sample is one document, and no
+    operation is issued for it. Attention Is All You Need (arXiv 1706.03762, eq. 1).
+    """
+    q_BHSC, k_BHSC, v_BHSU = (widen(x).transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHU))
+    scores_BHSS = (q_BHSC * scale) @ k_BHSC.transpose(-1, -2)
+    scores_BHSS = scores_BHSS + _bias(q_BSHC, documents_BS).to(scores_BHSS.dtype)
+    lse_BHS = scores_BHSS.detach().logsumexp(-1)
+    o_BSHU = (scores_BHSS.softmax(-1) @ v_BHSU).transpose(1, 2)
+    return o_BSHU.to(v_BSHU.dtype), lse_BHS
+
+
+def sdpa_cpu(
+    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHU: Tensor, scale: float, documents_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`attention` by torch's fused CPU kernel, with the value heads padded to the width of the keys."""
+    q_BHSC, k_BHSC, v_BHSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHU))
+    bias = None if documents_BS is None else _bias(q_BSHC, documents_BS)
+    o_BHSC, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHSC,
+        k_BHSC,
+        F.pad(v_BHSU, (0, q_BHSC.shape[-1] - v_BHSU.shape[-1])),
+        is_causal=documents_BS is None,
+        attn_mask=bias,
+        scale=scale,
+    )
+    return o_BHSC[..., : v_BHSU.shape[-1]].transpose(1, 2), lse_BHS
+
+
+def _bias(q_BSHC: Tensor, documents_BS: Tensor | None) -> Tensor:
+    """0 where a query may see a key, −inf elsewhere; [S,S], or [B,1,S,S] if packed."""
+    length = q_BSHC.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q_BSHC.device).tril()
+    if documents_BS is not None:
+        allowed = ((documents_BS[:, :, None] == documents_BS[:, None, :]) & allowed)[:, None]
+    zero = torch.zeros((), dtype=q_BSHC.dtype, device=q_BSHC.device)
+    return torch.where(allowed, zero, float("-inf"))
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        "attention",
+        EAGER,
+        attention,
+        deterministic=(True, True),
+        saves="q, k, v, probabilities",
+        features=frozenset({"packed", "unequal_widths"}),
+    ),
+    Implementation(
+        "attention",
+        "sdpa_cpu",
+        sdpa_cpu,
+        deterministic=(True, True),
+        saves="q, k, padded v, padded o, lse",
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        features=frozenset({"packed", "unequal_widths"}),
+        shapes=lambda widths, dtype: (
+            "needs value heads no wider than key heads" if widths.get("value", 0) > widths.get("key", 0) else None
+        ),
+    ),
+)

@@ -1,0 +1,73 @@
+"""What an implementation of an operation declares about itself (REG-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+EAGER = "eager"
+"""Name of the reference in plain torch, which every operation has and which runs everywhere."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The kind of device as far as capabilities go; a made-up one serves in tests."""
+
+    kind: str
+    """`cpu`, `cuda` or `rocm`."""
+    arch: str
+    """`cpu`, or an architecture such as `sm90` or `gfx942`."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model asks of one operation."""
+
+    features: frozenset[str] = frozenset()
+    """Abilities by name: `packed` (documents stay apart), `unequal_widths` (value width differs from key width)."""
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation, with everything that decides whether it may run."""
+
+    operation: str
+    name: str
+    function: Callable[..., Any]
+    deterministic: tuple[bool, bool]
+    """Whether two runs of the forward, and of the backward, are bitwise equal."""
+    saves: str
+    """What the backward pass keeps."""
+    devices: frozenset[str] | None = None
+    """Device kinds; None is any."""
+    dtypes: frozenset[torch.dtype] | None = None
+    """Dtypes of its tensors; None is any floating dtype."""
+    features: frozenset[str] = frozenset()
+    """Abilities it has, of those that a `Need` may name."""
+    shapes: Callable[[Mapping[str, int], torch.dtype], str | None] = lambda widths, dtype: None
+    """The missing capability in a sentence, if the widths do not fit."""
+
+    def missing(self, device: Device, dtype: torch.dtype, need: Need, bitwise: bool) -> str | None:
+        """One sentence naming the first capability that is missing, or None if the implementation may run."""
+        if self.devices is not None and device.kind not in self.devices:
+            return f"runs on {_listed(self.devices)}, not on {device.kind}"
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"takes {_listed(map(_short, self.dtypes))}, not {_short(dtype)}"
+        if need.features - self.features:
+            return f"cannot do {_listed(need.features - self.features)}"
+        if bitwise and not all(self.deterministic):
+            return "is not deterministic, which determinism=bitwise asks for"
+        return self.shapes(need.widths, dtype)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

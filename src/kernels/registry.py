@@ -1,0 +1,135 @@
+"""Which implementation of each operation runs: declared capabilities, resolved once, recorded (REG-1 to REG-4).
+
+Every file of an operation lists its implementations in `IMPLEMENTATIONS`, the reference named `eager` among
+them. Whether one is available is a pure question about declared facts; it needs no such device. Nothing falls
+back later: what `resolve` chose runs, or the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from src.errors import Problem, UserError
+from src.kernels.declaration import EAGER, Device, Implementation, Need
+from src.kernels.table import IMPLEMENTATIONS
+
+if TYPE_CHECKING:
+    from src.config import DeterminismConfig, KernelsConfig
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one operation, and why not the others."""
+
+    name: str
+    refused: Mapping[str, str]
+    """Candidate that came before the chosen one → the capability it misses."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The chosen function of each operation; shapes and errors stand in the operation's file."""
+
+    attention: Callable[..., Any]
+    grouped_mm: Callable[..., Any]
+    route: Callable[..., Any]
+    sort_by_expert: Callable[..., Any]
+    permute: Callable[..., Any]
+    unpermute: Callable[..., Any]
+    combine: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    rope: Callable[..., Any]
+    router_linear: Callable[..., Any]
+    linear_cross_entropy: Callable[..., Any]
+    device: Device
+    choices: Mapping[str, Choice]
+
+    def record(self) -> dict[str, Any]:
+        """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
+        operations = {
+            operation: {"choice": choice.name, "refused": dict(choice.refused)}
+            for operation, choice in self.choices.items()
+        }
+        device = {"kind": self.device.kind, "arch": self.device.arch}
+        return {"operations": operations, "device": device, "torch": torch.__version__}
+
+
+OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choices"))
+
+# Order in which `auto` tries the implementations, by device kind; the reference comes last everywhere. Measured
+# for CPU in LOG.md; an operation without a row has the reference only.
+AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
+}
+
+
+def resolve(
+    kernels: KernelsConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    determinism: DeterminismConfig,
+    needs: Mapping[str, Need],
+) -> Ops:
+    """Choose an implementation of every operation, once, when the model is built.
+
+    `dtype` is that of compute; `needs` says per operation what the model will ask for (`build.needs`).
+    Raises `UserError` (code 3) that lists every explicit choice which is unavailable.
+    """
+    return choose(kernels, describe(device), dtype, determinism, needs)
+
+
+def choose(
+    kernels: KernelsConfig,
+    device: Device,
+    dtype: torch.dtype,
+    determinism: DeterminismConfig,
+    needs: Mapping[str, Need],
+) -> Ops:
+    """As `resolve`, for a device that need not exist."""
+    bitwise = determinism.name == "bitwise"
+    problems: list[Problem] = []
+    functions: dict[str, Callable[..., Any]] = {}
+    choices: dict[str, Choice] = {}
+    for operation, known in implementations().items():
+        wanted = getattr(kernels, operation, None)
+        need = needs.get(operation, Need())
+        lacks = {name: impl.missing(device, dtype, need, bitwise) for name, impl in known.items()}
+        if wanted is not None and (wanted not in known or lacks[wanted]):
+            problems.append(_unavailable(operation, wanted, lacks))
+            continue
+        order = (wanted,) if wanted is not None else _order(kernels.name, device, operation)
+        name = next(name for name in order if lacks[name] is None)
+        refused = {other: why for other, why in lacks.items() if why is not None}
+        functions[operation], choices[operation] = known[name].function, Choice(name, refused)
+    if problems:
+        raise UserError(problems, code=3)
+    return Ops(**functions, device=device, choices=choices)
+
+
+def implementations() -> dict[str, dict[str, Implementation]]:
+    """Every operation's implementations by name, gathered from the operations' files."""
+    return {operation: {i.name: i for i in IMPLEMENTATIONS[operation]} for operation in OPERATIONS}
+
+
+def describe(device: torch.device) -> Device:
+    """The capabilities of a real device."""
+    if device.type != "cuda":
+        return Device(device.type, device.type)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device("rocm", str(properties.gcnArchName).split(":")[0])
+    return Device("cuda", f"sm{properties.major}{properties.minor}")
+
+
+def _order(name: str, device: Device, operation: str) -> tuple[str, ...]:
+    return (EAGER,) if name == EAGER else (*AUTO.get(device.kind, {}).get(operation, ()), EAGER)
+
+
+def _unavailable(operation: str, wanted: str, lacks: Mapping[str, str | None]) -> Problem:
+    available = ", ".join(name for name, why in lacks.items() if why is None)
+    why = f"{wanted} {lacks[wanted]}" if wanted in lacks else f"there is no implementation {wanted!r}"
+    return Problem(f"kernels.{operation}", why, f"available: {available}", "REG-2")

@@ -1,0 +1,54 @@
+"""Scores, choice of experts and routing weights (OP-7)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from src.kernels.declaration import EAGER, Implementation
+
+
+class Routed(NamedTuple):
+    """What a router hands on."""
+
+    ids_TK: Tensor
+    """int32, K distinct experts of each token, best first."""
+    weights_TK: Tensor
+    """fp32 at least, differentiable."""
+    scores_TE: Tensor
+    """The scores over all experts, before group masks; they sum to 1."""
+
+
+def route(
+    logits_TE: Tensor, top_k: int, *, groups: int, groups_kept: int, scale: float, ids_TK: Tensor | None = None
+) -> Routed:
+    """Softmax over all experts, choice of K within the best groups, weights = scores of the chosen · `scale`.
+
+    A group's score is its largest; experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2, arXiv
+    2405.04434, sec. 2.2.2, with the release's group score). Ties go to the lowest id. With `ids_TK` given,
+    selection is skipped. The gradient of the weights passes through the softmax, never through the ids (ROUTE-6).
+    """
+    scores_TE = logits_TE.softmax(-1)
+    if ids_TK is None:
+        ids_TK = _select(scores_TE.detach(), top_k, groups, groups_kept)
+    weights_TK = scores_TE.gather(1, ids_TK.long())
+    return Routed(ids_TK, weights_TK * scale if scale != 1 else weights_TK, scores_TE)
+
+
+def _select(scores_TE: Tensor, top_k: int, groups: int, groups_kept: int) -> Tensor:
+    if groups_kept < groups:
+        grouped_TGM = scores_TE.unflatten(-1, (groups, -1))
+        kept = _largest(grouped_TGM.amax(-1), groups_kept)
+        keep_TG = torch.zeros_like(grouped_TGM[..., 0], dtype=torch.bool).scatter(1, kept, True)
+        scores_TE = (grouped_TGM * keep_TG[..., None]).flatten(1)
+    return _largest(scores_TE, top_k).to(torch.int32)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of each row, ties to the lowest (`topk` promises no order among equals)."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+IMPLEMENTATIONS = (Implementation("route", EAGER, route, deterministic=(True, True), saves="scores, ids"),)

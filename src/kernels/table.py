@@ -1,0 +1,35 @@
+"""Operation → its implementations. A new file of an operation is entered here and nowhere else (REG-5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from src.kernels import (
+    attention,
+    combine,
+    grouped_mm,
+    linear_cross_entropy,
+    permute,
+    rms_norm,
+    rope,
+    route,
+    router_linear,
+    sort_by_expert,
+    swiglu,
+)
+from src.kernels.declaration import Implementation
+
+IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
+    "attention": attention.IMPLEMENTATIONS,
+    "grouped_mm": grouped_mm.IMPLEMENTATIONS,
+    "route": route.IMPLEMENTATIONS,
+    "sort_by_expert": sort_by_expert.IMPLEMENTATIONS,
+    "permute": permute.IMPLEMENTATIONS,
+    "unpermute": permute.INVERSE_IMPLEMENTATIONS,
+    "combine": combine.IMPLEMENTATIONS,
+    "swiglu": swiglu.IMPLEMENTATIONS,
+    "rms_norm": rms_norm.IMPLEMENTATIONS,
+    "rope": rope.IMPLEMENTATIONS,
+    "router_linear": router_linear.IMPLEMENTATIONS,
+    "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
+}

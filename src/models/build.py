@@ -1,0 +1,33 @@
+"""From a config to its model: the class of the family, by import path."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from src.kernels.declaration import Need
+from src.kernels.registry import Ops
+from src.models.causal_lm import CausalLM
+from src.models.schema import ModelConfig
+from src.models.stage import Stage
+
+FAMILIES = {"deepseek_v2": "src.models.deepseek_v2:DeepseekV2"}
+
+
+def build(config: ModelConfig, stage: Stage, ops: Ops) -> CausalLM[Any]:
+    """The stage of the model, its parameters allocated and not filled; works under `torch.device("meta")`.
+
+    Raises `ValueError` if `vocab_size` is still null.
+    """
+    return _family(config)(config, stage, ops)
+
+
+def needs(config: ModelConfig) -> dict[str, Need]:
+    """What the model asks of each operation, for `registry.resolve`."""
+    return _family(config).needs(config)
+
+
+def _family(config: ModelConfig) -> type[CausalLM[Any]]:
+    module, name = FAMILIES[config.family].split(":")
+    family: type[CausalLM[Any]] = getattr(import_module(module), name)
+    return family

@@ -1,0 +1,154 @@
+"""Layers that families share: projections, norm, embedding, FFN, experts, rotary angles.
+
+Each module declares in `specs` how its own parameters start and are treated (`ParamSpec`); the constructor only
+allocates, so building a model on any device costs no random numbers (ENG-9 fills it by global name).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.kernels.registry import Ops
+from src.models.protocol import Batch
+from src.models.rotary import inverse_frequencies
+from src.models.schema import YarnConfig
+
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """How a parameter starts, and which rules it falls under; declared where it is made."""
+
+    init: Init
+    """Distribution of the first values."""
+    std: float = 0.0
+    """Standard deviation of `normal`."""
+    expert: bool = False
+    """One of the routed experts' stacks: divided over ep, sharded over (dp, cp) (ENG-2)."""
+    decay: bool = True
+    """Whether weight decay applies; not to gains and biases."""
+
+
+MATRIX = ParamSpec("normal", std=0.02)
+GAIN = ParamSpec("ones", decay=False)
+BIAS = ParamSpec("zeros", decay=False)
+EXPERTS = ParamSpec("normal", std=0.02, expert=True)
+
+
+class Linear(nn.Module):
+    """x·Wᵀ + b with weight [out, in]."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": MATRIX, "bias": BIAS}
+
+    def __init__(self, into: int, out: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, into))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a table; no padding index, whose row would stay zero for ever (TRAP-1)."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": MATRIX}
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] → [..., D]."""
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a gain (MOD-6)."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": GAIN}
+
+    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ops = ops
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        return normed
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x)·up x): the dense FFN, and the shared experts as one (FFN-1, TRAP-3)."""
+
+    def __init__(self, width: int, inner: int, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_proj = Linear(width, inner)
+        self.up_proj = Linear(width, inner)
+        self.down_proj = Linear(inner, width)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T,D] → [T,D]."""
+        gate_up_T2F = torch.cat((self.gate_proj(x_TD), self.up_proj(x_TD)), -1)
+        out: Tensor = self.down_proj(self.ops.swiglu(gate_up_T2F))
+        return out
+
+
+class Experts(nn.Module):
+    """Stacked routed experts (FFN-2): `gate_up` [E,2F,D] with the gate's rows first, `down` [E,D,F]."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {"gate_up": EXPERTS, "down": EXPERTS}
+
+    def __init__(self, experts: int, width: int, inner: int, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows grouped by local expert, int32 counts of them → rows [R,D]; rows past the last count give zero."""
+        offs_E = counts_E.cumsum(0, dtype=torch.int32)
+        gate_up_R2F = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
+        out: Tensor = self.ops.grouped_mm(self.ops.swiglu(gate_up_R2F), self.down, offs_E)
+        return out
+
+
+class Rotary(nn.Module):
+    """Angles of the rotary embedding for the positions of a batch, YaRN included (ATT-3)."""
+
+    inverse_R: Tensor
+
+    def __init__(self, width: int, theta: float, yarn: YarnConfig) -> None:
+        super().__init__()
+        self.frequencies, self.factor = inverse_frequencies(width, theta, yarn)
+        self.register_buffer("inverse_R", torch.tensor(self.frequencies, dtype=torch.float32), persistent=False)
+
+    def reset_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute the frequencies anew; after meta initialisation they are garbage (TRAP-7)."""
+        self.inverse_R = torch.tensor(self.frequencies, dtype=dtype, device=device)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """cos and sin [B,S,R/2] in the dtype of the frequencies, fp32 at least."""
+        angles_BSR = batch.positions_BS[..., None] * self.inverse_R
+        if self.factor == 1:
+            return angles_BSR.cos(), angles_BSR.sin()
+        return angles_BSR.cos() * self.factor, angles_BSR.sin() * self.factor
+
+
+def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
+    """The spec of each of `model.named_parameters()`, from the module that made it."""
+    return {
+        f"{prefix}.{name}" if prefix else name: module.specs[name]  # type: ignore[index,operator]
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
