@@ -8,8 +8,9 @@ from typing import Any
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
+from src.models.layers import ParamSpec, param_specs
 from src.models.schema import ModelConfig
-from src.models.stage import Stage
+from src.models.stage import Stage, whole
 
 FAMILIES = {"deepseek_v2": "src.models.deepseek_v2:DeepseekV2"}
 
@@ -31,3 +32,6 @@ def _family(config: ModelConfig) -> type[CausalLM[Any]]:
     module, name = FAMILIES[config.family].split(":")
     family: type[CausalLM[Any]] = getattr(import_module(module), name)
     return family
+
+
+__all__ = ["FAMILIES", "CausalLM", "ParamSpec", "Stage", "build", "needs", "param_specs", "whole"]
