@@ -31,7 +31,6 @@ from src.launchers.ranks import WORKER, applied, start
 from src.launchers.watch import Ended, Interrupted, Signals, Watcher
 from src.machine import find_machine
 from src.runs import Claim, Status
-from src.trainer.data.keys import data_key
 
 
 @dataclass
@@ -74,10 +73,11 @@ def find_and_run(launch: Launch) -> int:
     console = launch.console
     for warning in unknown_names(os.environ):
         console.error(warning)
-    plan = make_plan(launch.config, launch.overrides)
-    check_memory(plan)
+    with console.phase("plan"):
+        plan = make_plan(launch.config, launch.overrides)
+        check_memory(plan)
     with console.phase("run") as words:
-        code, key = code_record(), data_key(launch.config)
+        code, key = code_record(), plan.data_key
         taken = runs.claim(launch.config, code, key)
         words.append(str(taken.path))
     for note in taken.notes:
@@ -131,13 +131,14 @@ def import_torch_early() -> None:
 
 
 def prepare_data(launch: Launch) -> None:
-    """Build the token artifact if it is missing (exit 4 on failure)."""
+    """Build the token artifact if it is missing (exit 4 on failure); synthetic data has none."""
+    if launch.config.data.kind == "synthetic":
+        return
     from src.trainer.data.prepare import prepare
 
     with launch.console.phase("data") as words:
         prepared = prepare(launch.config, launch.console.line)
-        if prepared.key is not None:
-            words.append(f"{'built' if prepared.built else 'found'} {prepared.key[:12]} in {prepared.path}")
+        words.append(f"{'built' if prepared.built else 'found'} {prepared.path}")
 
 
 def describe_environment(launch: Launch) -> Environment:

@@ -1,0 +1,225 @@
+"""What run directories say: a row per run, groups over seeds, differences between meshes (REPORT-1 to 3)."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from src.compose import load_config
+from src.config import Config
+from src.naming import composition
+from src.records import Record, number, read_json, read_steps
+
+AVERAGED = ("last_loss", "best_loss", "heldout_loss", "bits_per_byte", "tokens_per_s")
+"""Values of a row that are averaged over seeds."""
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
+"""Largest relative difference between meshes that is not flagged, by precision.
+
+One step differs by summation order alone, 1e-12 and 1e-6; training multiplies that from step to step."""
+COARSE = 5e-2
+"""The same where compute is bf16."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run directory, read once."""
+
+    path: Path
+    config: Config
+    overrides: dict[str, str]
+    """The command's overrides by key, `+` left out."""
+    status: Record
+    code: Record
+    steps: list[Record]
+    evaluations: list[Record]
+
+    @property
+    def state(self) -> str:
+        """State of `status.json`; unknown where that is missing."""
+        return str(self.status.get("state", "unknown"))
+
+
+def read_run(run: Path) -> RunFacts:
+    """Everything that a report needs from a run directory; raises FileNotFoundError without a `config.yaml`."""
+    return RunFacts(
+        path=run,
+        config=load_config(run / "config.yaml"),
+        overrides=read_overrides(run / "overrides.yaml"),
+        status=read_json(run / "status.json") or {},
+        code=read_json(run / "code.json") or {},
+        steps=read_steps(run / "metrics.jsonl"),
+        evaluations=read_steps(run / "evaluation.jsonl"),
+    )
+
+
+def read_overrides(path: Path) -> dict[str, str]:
+    """`overrides.yaml` as key → value text; empty where it is missing."""
+    if not path.is_file():
+        return {}
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+    pairs = [str(json.loads(line[2:])).lstrip("+").partition("=") for line in lines]
+    return {key: value for key, _, value in pairs}
+
+
+def find_runs(directory: Path) -> list[RunFacts]:
+    """The runs directly below a sweep's directory, in the order of the sweep."""
+    runs = [read_run(path.parent) for path in sorted(directory.glob("*/config.yaml"))]
+    return sorted(runs, key=lambda run: (run.config.sweep.index or 0, run.path.name))
+
+
+def row(run: RunFacts) -> Record:
+    """State, steps, losses and speed of one run (REPORT-1)."""
+    losses = finite(step["loss"] for step in run.steps)
+    heldout = run.evaluations[-1] if run.evaluations else {}
+    speeds = finite(step["tokens_per_s"] for step in run.steps)
+    reason = run.status.get("reason") or {}
+    return {
+        "directory": str(run.path),
+        "state": run.state,
+        "exit_code": run.status.get("exit_code"),
+        "reason": f"{reason.get('type')}: {reason.get('message')}" if reason else None,
+        "steps": int(run.steps[-1]["step"]) if run.steps else 0,
+        "last_loss": losses[-1] if losses else None,
+        "best_loss": min(losses, default=None),
+        "heldout_loss": number(heldout.get("loss")),
+        "bits_per_byte": number(heldout.get("bits_per_byte")),
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
+    }
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """The values that are finite numbers."""
+    numbers = (number(value) for value in values)
+    return [value for value in numbers if value is not None and math.isfinite(value)]
+
+
+def swept_keys(runs: list[RunFacts]) -> list[str]:
+    """Override keys whose values differ between the runs, in the order of the first command."""
+    keys = dict.fromkeys(key for run in runs for key in run.overrides)
+    return [key for key in keys if len({run.overrides.get(key) for run in runs}) > 1]
+
+
+def origin(run: RunFacts) -> dict[str, Any]:
+    """What must be equal for runs to be averaged (REPORT-3)."""
+    config = run.config
+    return {
+        "code": run.code.get("code_identity"),
+        "data key": run.code.get("data_key"),
+        "tokenizer": json.dumps(asdict(config.tokenizer), sort_keys=True),
+        "split": config.data.split_seed,
+        "packing": config.data.packing,
+        "steps": config.max_steps,
+        "schedule horizon": config.lr_schedule.horizon or config.max_steps,
+    }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Done runs that differ in nothing but `seed`."""
+
+    keys: dict[str, str]
+    """The swept keys but `seed`."""
+    runs: list[RunFacts]
+
+    @property
+    def name(self) -> str:
+        """`mesh=ep2`, or the composition where nothing but the seed is swept."""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items()) or composition(self.runs[0].config)
+
+
+def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
+    """Runs that may be averaged, and a line for each set of keys that had to be split (REPORT-3)."""
+    keys = [key for key in swept_keys(runs) if key != "seed"]
+    found: list[Group] = []
+    notes: list[str] = []
+    for values, same in partition(runs, lambda run: [run.overrides.get(key) for key in keys]):
+        chosen = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+        done = [run for run in same if run.state == "done"]
+        parts = partition(done, lambda run: list(origin(run).values()))
+        found += [Group(chosen, part) for _, part in parts]
+        if len(parts) > 1:
+            name = found[-1].name
+            notes.append(f"{name}: not averaged together, for {', '.join(differing(done))} differ")
+        if len(done) < len(same):
+            notes.append(f"{' '.join(map(str, chosen.values())) or 'all'}: {len(done)} of {len(same)} runs are done")
+    return found, notes
+
+
+def differing(runs: list[RunFacts]) -> list[str]:
+    """Names of the origins that are not the same for all runs."""
+    origins = [origin(run) for run in runs]
+    return [name for name in origins[0] if len({str(one[name]) for one in origins}) > 1]
+
+
+def partition(
+    runs: list[RunFacts], key: Callable[[RunFacts], list[Any]]
+) -> list[tuple[list[Any], list[RunFacts]]]:
+    """Runs of equal keys together, in the order of their first members."""
+    parts: dict[str, tuple[list[Any], list[RunFacts]]] = {}
+    for run in runs:
+        value = key(run)
+        parts.setdefault(repr(value), (value, []))[1].append(run)
+    return list(parts.values())
+
+
+def average(group: Group) -> Record:
+    """Mean and sample standard deviation over the seeds, with n; sd is null for one run."""
+    rows = [row(run) for run in group.runs]
+    summary: Record = {"keys": group.keys, "n": len(rows), "seeds": [run.config.seed for run in group.runs]}
+    for name in AVERAGED:
+        values = finite(one[name] for one in rows)
+        if values:
+            sd = statistics.stdev(values) if len(values) > 1 else None
+            summary[name] = {"mean": statistics.fmean(values), "sd": sd, "n": len(values)}
+    return summary
+
+
+def mesh_differences(runs: list[RunFacts]) -> list[Record]:
+    """Largest relative differences of loss and gradient norm from the first mesh, all else equal (REPORT-2)."""
+    keys = [key for key in swept_keys(runs) if key != "mesh" and not key.startswith("mesh.")]
+    found = []
+    trained = [run for run in runs if run.steps]
+    for _, same in partition(trained, lambda run: [[run.overrides.get(key) for key in keys], *origin(run).values()]):
+        first, *others = same
+        for other in others:
+            if other.config.mesh != first.config.mesh:
+                found.append(compare(first, other))
+    return found
+
+
+def compare(first: RunFacts, other: RunFacts) -> Record:
+    """One pair of meshes."""
+    difference = {key: largest_difference(first.steps, other.steps, key) for key in ("loss", "grad_norm")}
+    limit = TOLERANCE.get(precision(first.config), COARSE)
+    return {
+        "seed": first.config.seed,
+        "first": first.config.mesh.spec,
+        "mesh": other.config.mesh.spec,
+        **difference,
+        "tolerance": limit,
+        "flagged": any(value is None or value > limit for value in difference.values()),
+    }
+
+
+def precision(config: Config) -> str:
+    """The precision's name; `auto` is judged as fp32, the stricter of the two it can mean."""
+    return "fp32" if config.precision.name == "auto" else config.precision.name
+
+
+def largest_difference(first: list[Record], other: list[Record], key: str) -> float | None:
+    """max over common steps of |a − b| / |a|; None without a common step or with a value that is not finite."""
+    before = {step["step"]: number(step[key]) for step in first}
+    pairs = [(before[step["step"]], number(step[key])) for step in other if step["step"] in before]
+    if not pairs:
+        return None
+    largest = 0.0
+    for a, b in pairs:
+        if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+            return None
+        largest = max(largest, abs(a - b) / max(abs(a), 1e-300))
+    return largest

@@ -1,0 +1,75 @@
+"""A rank that trains nothing: it writes metrics, obeys `control/stop`, and fails as `FAKE_FAIL` says.
+
+`FAKE_FAIL=1:exit42@2` makes rank 1 leave with code 42 at step 2; other ways: `raise`, `kill`, `peer`.
+`FAKE_SLEEP` is the time of a step, `FAKE_DEAF=1` ignores stop requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from src.trainer.worker import die_with_parent, fail
+
+RANK = int(os.environ["RANK"])
+
+
+def line(step: int, attempt: int) -> str:
+    record = {
+        "schema": 1,
+        "step": step,
+        "attempt": attempt,
+        "time": time.time(),
+        "loss": 4.0 / step + int(os.environ.get("FAKE_SEED", "0")) / 8,
+        "grad_norm": 1.0 / step,
+        "lr": 1e-3,
+        "tokens_total": 100 * step,
+        "step_time": 0.05,
+        "tokens_per_s": 2000.0 if step > 2 else None,
+        "moe": {"layers": {"1": {"max_over_mean": 1.5, "dead": 1, "load": [0.5, 0.25, 0.25, 0.0]}}},
+    }
+    return json.dumps(record) + "\n"
+
+
+def failing(how: str) -> None:
+    if how.startswith("exit"):
+        sys.stdout.flush()
+        os._exit(int(how[4:]))
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ConnectionError("Connection closed by peer") if how == "peer" else ValueError(f"rank {RANK} broke")
+
+
+def train(run: Path) -> None:
+    attempt = int(os.environ["MANYHEAD_ATTEMPT"])
+    steps, done = int(os.environ.get("FAKE_STEPS", "3")), run / "fake_step"
+    first = int(done.read_text()) + 1 if done.exists() else 1
+    rank, _, how = os.environ.get("FAKE_FAIL", "").partition(":")
+    how, _, at = how.partition("@")
+    print(f"rank {RANK} threads {os.environ['OMP_NUM_THREADS']} from step {first}", flush=True)
+    for step in range(first, steps + 1):
+        time.sleep(float(os.environ.get("FAKE_SLEEP", "0.01")))
+        if rank == str(RANK) and step == int(at or 1):
+            failing(how)
+        if RANK == 0:
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(line(step, attempt))
+            done.write_text(str(step))
+        if (run / "control" / "stop").exists() and "FAKE_DEAF" not in os.environ:
+            if RANK == 0:
+                (run / "control" / "requeue").write_text("saved\n")
+            return
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        train(Path(sys.argv[1]))
+    except Exception as error:
+        fail(Path(sys.argv[1]), RANK, error, error.__traceback__)
