@@ -9,43 +9,44 @@ from pathlib import Path
 
 from src.config import Config
 
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables by which a user hides GPUs; what is hidden stays so (ENV-2)."""
+
 
 @dataclass(frozen=True)
 class Machine:
     """The devices that ranks may take, and the memory behind them."""
 
     platform: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda` or `rocm`."""
     devices: int
     """GPUs that are visible; 1 on a CPU, which takes as many ranks as a mesh asks for."""
     memory: int | None
-    """Bytes that all ranks share on a CPU; of one GPU otherwise, None while nobody asked the driver."""
+    """Bytes that all ranks share on a CPU; of one GPU otherwise. None where nobody was asked."""
     source: str
     """Where `memory` comes from."""
 
 
-def find_machine(config: Config, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """The machine as `config.platform` sees it; `root` stands for `/`, so that tests bring their own.
-
-    GPUs are counted by their device files and `CUDA_VISIBLE_DEVICES`: asking the driver costs a child or torch.
-    """
-    gpus = 0 if config.platform.name == "cpu" else _gpus(root, environ)
-    if gpus or config.platform.name == "cuda":
-        return Machine("cuda", gpus, None, "unprobed: the driver was not asked")
-    memory, source = _memory(root)
-    return Machine("cpu", 1, memory, source)
+def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str] = os.environ) -> Machine:
+    """The machine as `config.platform` sees it; `root` stands for `/`, so that tests bring their own."""
+    wanted = config.platform.name
+    gpus = 0 if wanted == "cpu" else _gpus(root, shell)
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return Machine("cpu", 1, *_memory(root))
+    return Machine("cuda" if wanted == "auto" else wanted, gpus, None, "unprobed: the driver was not asked")
 
 
-def _gpus(root: Path, environ: Mapping[str, str]) -> int:
+def _gpus(root: Path, shell: Mapping[str, str]) -> int:
+    """GPUs by their device files, within what the user shows: the driver would cost a child or torch."""
     present = sum(file.name.removeprefix("nvidia").isdigit() for file in (root / "dev").glob("nvidia*"))
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    shown = next((shell[name] for name in HIDING if name in shell), None)
+    if shown is None:
         return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    return min(present, len([name for name in shown.split(",") if name.strip() not in ("", "-1")]))
 
 
 def _memory(root: Path) -> tuple[int | None, str]:
-    """Bytes this process and its children may still take: what is available, within the control group's limit."""
+    """Bytes this process and its children may still take: what is available, within the control group."""
     found = {}
     for line in _lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
@@ -54,7 +55,7 @@ def _memory(root: Path) -> tuple[int | None, str]:
     limit = "".join(_lines(root / "sys/fs/cgroup/memory.max")).strip()
     if limit.isdigit():
         used = "".join(_lines(root / "sys/fs/cgroup/memory.current")).strip()
-        found["the control group's limit"] = int(limit) - (int(used) if used.isdigit() else 0)
+        found["limit of the control group"] = int(limit) - (int(used) if used.isdigit() else 0)
     if not found:
         return None, "unprobed: this system does not say"
     source = min(found, key=lambda name: found[name])

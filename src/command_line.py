@@ -1,0 +1,141 @@
+"""What `train.py` does with its arguments: help, one run, a dry run, or a sweep through Hydra's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+from unittest.mock import patch
+
+from src.errors import Problem, UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code (EXIT); refusals are printed, all problems at once."""
+    parsed = _parser().parse_intermixed_args(list(arguments))
+    if parsed.help:
+        from src.help import help_text
+
+        print(help_text())
+        return 0
+    if not parsed.shell_completion:
+        print(f"manyhead {_version()}: composing", flush=True)
+    try:
+        return _run(parsed, list(arguments))
+    except UserError as error:
+        print(_refusal(error), file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Hydra's flags that make sense here, anywhere among the overrides (HYD-9); others would load a config past
+    the schema (HYD-16) and end in argparse's exit 2."""
+    parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument(
+        "--info", "-i", choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    )
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    return parser
+
+
+def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
+    flags = [word for word in arguments if word not in parsed.overrides]
+    if parsed.shell_completion:
+        return _hydra(flags, parsed.overrides)
+    if parsed.multirun or parsed.cfg or parsed.info:
+        return _sweep(flags, parsed.overrides, parsed.multirun)
+    return _single(parsed.overrides)
+
+
+def _single(overrides: list[str]) -> int:
+    """Compose here rather than in `hydra.main`, which would make a directory and compose twice (HYD-10, HYD-18)."""
+    from src.compose import compose
+
+    started = time.monotonic()
+    composed = compose(overrides)
+    if composed.is_multirun:
+        return _sweep(["--multirun"], overrides, multirun=True)
+    config = composed.config
+    if config.dry_run:
+        from src.launchers.plan import dry_run_text, make_plan
+
+        print(dry_run_text(make_plan(config, overrides)))
+        return 0
+    seconds = time.monotonic() - started
+    print(
+        f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)",
+        flush=True,
+    )
+    from src.launchers.launch import run_one
+
+    return run_one(config, overrides)
+
+
+def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
+    from src.compose import check_overrides
+
+    check_overrides(overrides, multirun)
+    return _hydra(flags, overrides)
+
+
+def _hydra(flags: list[str], overrides: list[str]) -> int:
+    """Hand over to Hydra, whose launcher plugin runs the jobs and leaves by `SystemExit` if one failed."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from src.compose import CONF, ROOT, register
+
+    register()
+    with tempfile.TemporaryDirectory(prefix="manyhead-hydra-") as scratch:
+        places = [f"hydra.run.dir={scratch}", f"hydra.sweep.dir={scratch}"]
+        words = [*flags, *overrides, *([] if "-sc" in flags or "--shell-completion" in flags else places)]
+        with _arguments(words):
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=ROOT)(_never)()
+            except (HydraException, OmegaConfBaseException) as error:
+                raise UserError([Problem("composition", str(error))]) from error
+            except SystemExit as stop:
+                return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    return 0
+
+
+def _never(cfg: object) -> NoReturn:
+    """What Hydra would call in this process: never, for every job is a process of its own (HYD-11, HYD-12)."""
+    fix = "choose where jobs run by launcher=, and leave hydra/launcher alone"
+    raise UserError([Problem("hydra/launcher", "would train in the launching process", fix, "SWEEP-7")])
+
+
+@contextmanager
+def _arguments(words: list[str]) -> Iterator[None]:
+    """This process's arguments for Hydra, which reads them from `sys`; errors reach us instead of its own exit."""
+    with patch.object(sys, "argv", [sys.argv[0], *words]), patch.dict(os.environ, {"HYDRA_FULL_ERROR": "1"}):
+        yield
+
+
+def _refusal(error: UserError) -> str:
+    many = len(error.problems)
+    head = f"refused, {many} problem{'s' * (many > 1)}:\n" if many else "refused: "
+    return f"{head}{error}"
+
+
+def _version() -> str:
+    try:
+        return version("manyhead")
+    except PackageNotFoundError:
+        return f"in {Path(__file__).resolve().parent.parent}"

@@ -1,0 +1,143 @@
+"""Parameters and bytes of each rank, from shapes alone (PROJ-1); activations are an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from src.config import Config
+from src.models.names import is_expert_stack, parameters
+from src.models.schema import DeepseekV2Config
+from src.trainer.parallel.layout import Coordinates, coordinates, micro_batches, split_layers, stage_count
+
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
+"""Bytes of a number in forward and backward, by precision."""
+MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "bf16": 2}
+"""Bytes of a stored parameter, of its gradient after the reduction and of a moment, by precision."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds, in bytes but for `parameters`."""
+
+    parameters: int
+    """Parameters of its shards."""
+    weights: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    """Gathered copies of sharded parameters in the compute dtype, and their gradients before the reduction."""
+    activations: int
+    """Estimate of what the backward passes in flight still need."""
+
+    @property
+    def total(self) -> int:
+        """All bytes together."""
+        return self.weights + self.gradients + self.optimizer + self.unsharded + self.activations
+
+
+def precision_name(config: Config, platform: str) -> str:
+    """`precision.name` with `auto` settled: fp32 on a CPU, master on a GPU."""
+    if config.precision.name != "auto":
+        return config.precision.name
+    return "fp32" if platform == "cpu" else "master"
+
+
+def rank_memory(config: Config, rank: int, platform: str) -> RankMemory:
+    """Bytes of one rank; parameters, gradients and moments are exact, the rest is the largest at one time."""
+    place = coordinates(config.mesh, rank)
+    precision = precision_name(config, platform)
+    master, compute = MASTER_BYTES[precision], COMPUTE_BYTES[precision]
+    local, gathered, alone = _count(config, place)
+    cast = alone * compute if compute != master else 0
+    return RankMemory(
+        parameters=local,
+        weights=local * master,
+        gradients=local * master,
+        optimizer=local * master * moments(config),
+        unsharded=gathered * (compute + master) + cast,
+        activations=activations(config, place, compute),
+    )
+
+
+def moments(config: Config) -> int:
+    """Tensors like a parameter that the optimizer keeps."""
+    if config.optimizer.kind == "adamw":
+        return 2
+    return 1 if config.optimizer.momentum else 0
+
+
+def layers_of(config: Config, pp: int) -> list[int]:
+    """Global indices of the layers that a pipeline rank holds."""
+    stages = split_layers(config.model.num_layers, stage_count(config))
+    return [layer for stage in stages[pp :: config.mesh.pp] for layer in stage]
+
+
+def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
+    """Parameters of a rank: in its shards, and whole, those that are gathered for use and those held alone."""
+    layers = {f"model.layers.{layer}." for layer in layers_of(config, place.pp)}
+    local = gathered = alone = 0
+    for name, shape in parameters(config.model).items():
+        if not _is_held(name, place.pp, config.mesh.pp, layers):
+            continue
+        is_expert = is_expert_stack(name)
+        mine = (shape[0] // config.mesh.ep, *shape[1:]) if is_expert else shape
+        shards, index = _shards(config, place, is_expert)
+        local += _shard(mine, shards, index, is_expert)
+        gathered += prod(mine) if shards > 1 else 0
+        alone += prod(mine) if shards == 1 else 0
+    return local, gathered, alone
+
+
+def _is_held(name: str, pp: int, pipeline: int, layers: set[str]) -> bool:
+    if name.startswith("model.layers."):
+        return name[: name.index(".", len("model.layers.")) + 1] in layers
+    return pp == 0 if name.startswith("model.embed_tokens") else pp == pipeline - 1
+
+
+def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, int]:
+    """Over how many ranks a parameter is cut, and the index of this one: dp and cp, and ep unless it is an expert's."""
+    mesh = config.mesh
+    shards, index = mesh.dp * mesh.cp, place.dp * mesh.cp + place.cp
+    return (shards, index) if is_expert else (shards * mesh.ep, index * mesh.ep + place.ep)
+
+
+def _shard(shape: tuple[int, ...], shards: int, index: int, is_expert: bool) -> int:
+    """Elements of one shard (ENG-2): dim 0 if that divides, an expert's dim 1 else, dim 0 by ceiling last."""
+    if is_expert and shape[0] % shards and shape[1] % shards == 0:
+        return prod(shape) // shards
+    rows = -(-shape[0] // shards)
+    return max(0, min(rows, shape[0] - index * rows)) * prod(shape[1:])
+
+
+def activations(config: Config, place: Coordinates, compute: int) -> int:
+    """Estimate: per live micro-batch and layer the residual stream, attention, and the rows of experts.
+
+    Scores count in full, as the reference attention keeps them. The last stage adds three tables of
+    tokens times vocabulary: logits, their softmax and its gradient, in fp32 at least.
+    """
+    tokens = config.micro_batch_size * config.sequence_length // config.mesh.cp
+    per_token = sum(_layer_numbers(config) for _ in layers_of(config, place.pp))
+    size = _live(config, place.pp) * tokens * per_token * compute
+    if place.pp == config.mesh.pp - 1:
+        size += 3 * tokens * (config.model.vocab_size or 0) * max(compute, 4)
+    return size
+
+
+def _live(config: Config, pp: int) -> int:
+    """Micro-batches whose activations a pipeline rank keeps at one time (ENG-13)."""
+    steps = micro_batches(config)
+    if config.mesh.pp == 1:
+        return 1
+    return steps if config.pipeline.schedule == "gpipe" else min(steps, config.mesh.pp - pp)
+
+
+def _layer_numbers(config: Config) -> int:
+    """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
+    model = config.model
+    if not isinstance(model, DeepseekV2Config):
+        return 16 * model.hidden_size
+    heads = model.num_heads * (2 * (model.qk_nope_head_dim + model.qk_rope_head_dim) + 2 * model.v_head_dim)
+    scores = 2 * model.num_heads * config.sequence_length
+    rows = (model.top_k + model.num_shared_experts) * (3 * model.expert_size + model.hidden_size)
+    return 8 * model.hidden_size + heads + scores + rows

@@ -1,0 +1,240 @@
+"""What a launch will do, as a pure function of config and machine; `dry_run` prints it and stops (PLAN, CFG-17)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from src.config import Config
+from src.digest import config_digest, identity
+from src.errors import Problem, UserError
+from src.launchers.environment import Setting, cores, rank_environment
+from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.ranks import WORKER, rank_command
+from src.machine import Machine, find_machine
+from src.models.counts import count
+from src.naming import run_name
+from src.trainer.data.keys import data_key
+from src.trainer.parallel import layout
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank: where it stands and what it holds."""
+
+    rank: int
+    coordinates: dict[str, int]
+    layers: list[int]
+    """Global indices of its decoder layers."""
+    memory: RankMemory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Whether the machine can hold the run, with the arithmetic."""
+
+    fits: bool | None
+    """None where the memory of the devices is not known yet."""
+    needed: int
+    """Bytes of all ranks together on a CPU, of the largest rank on a GPU."""
+    available: int | None
+    arithmetic: str
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that a launch decides before anything is written or started."""
+
+    run_directory: str
+    config_digest: str
+    identity: str
+    overrides: list[str]
+    launcher: str
+    platform: str
+    precision: str
+    nodes: int
+    world: int
+    mesh: dict[str, Any]
+    ranks: list[RankPlan]
+    parameters: dict[str, int]
+    """Of the whole model: total, and active per token."""
+    batch: dict[str, int]
+    """Samples, micro-batches, data ranks, and tokens of a step."""
+    data_key: str | None
+    """Name of the token artifact; null for synthetic data."""
+    data_ready: bool
+    """Whether the artifact is in the store."""
+    memory: Memory
+    force: bool
+    """Start even if the memory does not suffice."""
+    env: dict[str, str]
+    """Variables of a rank, but for secrets and compiler caches, which need a probe."""
+    command: str
+    """The command of each rank, quoted for a shell."""
+    stop: dict[str, str]
+    """How long ranks wait for each other, and how long a stopped one may take to save."""
+
+    def json(self) -> dict[str, Any]:
+        """The plan as plain data: `plan.json`, and the last line of a dry run."""
+        return {"schema": 1, **asdict(self)}
+
+    def text(self) -> str:
+        """The plan for a person."""
+        batch = self.batch
+        data = self.data_key or "synthetic, nothing to prepare"
+        state = "" if self.data_key is None else " (in the store)" if self.data_ready else " (to be prepared)"
+        lines = [
+            ("run", self.run_directory),
+            (
+                "model",
+                f"{self.parameters['total']:,} parameters, {self.parameters['active']:,} active per token",
+            ),
+            ("mesh", f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}"),
+            ("precision", self.precision),
+            ("batch", _batch_text(batch)),
+            ("data", data + state),
+            *[("", line) for line in self._rank_lines()],
+            ("memory", self.memory.arithmetic),
+            ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
+            ("each rank", self.command),
+        ]
+        return "\n".join(f"{name:<10} {line}" for name, line in lines)
+
+    def _rank_lines(self) -> list[str]:
+        shown = self.ranks if len(self.ranks) <= MOST_LINES else self.ranks[:MOST_LINES]
+        lines = [_rank_text(rank) for rank in shown]
+        rest = len(self.ranks) - len(shown)
+        return [*lines, f"and {rest} more ranks, in the JSON below"] if rest else lines
+
+
+MOST_LINES = 16
+"""Ranks that the text lists."""
+
+
+def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None = None) -> LaunchPlan:
+    """The plan of a resolved and valid config; touches nothing and starts nothing.
+
+    Args:
+        config: as `compose` returns it.
+        overrides: the command line's, for the record.
+        machine: what ranks may take; found here if not given.
+
+    Raises:
+        UserError: the corpus cannot be read (4), or the environment contradicts the config (2).
+    """
+    machine = machine or find_machine(config)
+    key = data_key(config)
+    run = str(Path(config.paths.runs) / run_name(config))
+    ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
+    counts = count(config.model)
+    return LaunchPlan(
+        run_directory=run,
+        config_digest=config_digest(config),
+        identity=identity(config),
+        overrides=list(overrides),
+        launcher=config.launcher.name,
+        platform=machine.platform,
+        precision=precision_name(config, machine.platform),
+        nodes=1,
+        world=config.mesh.world,
+        mesh=asdict(config.mesh),
+        ranks=ranks,
+        parameters={"total": counts.total, "active": counts.active},
+        batch=_batch(config),
+        data_key=key,
+        data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
+        memory=_memory([rank.memory for rank in ranks], machine),
+        force=config.launcher.force,
+        env=_environment(config, machine),
+        command=shlex.join(rank_command(Path(run), WORKER)),
+        stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
+    )
+
+
+def check_memory(plan: LaunchPlan) -> None:
+    """Raise `UserError` (3) with the arithmetic if the machine cannot hold the run (PROJ-2)."""
+    if plan.memory.fits is not False or plan.force:
+        return
+    fix = "take a smaller model, a larger mesh on a larger machine, or launcher.force=true to try"
+    raise UserError([Problem("memory", f"{plan.memory.arithmetic}: it does not fit", fix, "PROJ-2")], code=3)
+
+
+def _rank_plan(config: Config, rank: int, machine: Machine) -> RankPlan:
+    place = layout.coordinates(config.mesh, rank)
+    axes = {axis: getattr(place, axis) for axis in layout.AXES}
+    return RankPlan(rank, axes, layers_of(config, place.pp), rank_memory(config, rank, machine.platform))
+
+
+def _batch(config: Config) -> dict[str, int]:
+    return {
+        "global_batch_size": config.global_batch_size,
+        "micro_batch_size": config.micro_batch_size,
+        "data_ranks": config.mesh.data_ranks,
+        "micro_batches": layout.micro_batches(config),
+        "positions_per_step": config.global_batch_size * config.sequence_length,
+    }
+
+
+def _batch_text(batch: dict[str, int]) -> str:
+    """G = N · b · data ranks, with the numbers (ENG-1)."""
+    return (
+        f"{batch['global_batch_size']} samples = {batch['micro_batches']} micro-batches x "
+        f"{batch['micro_batch_size']} samples x {batch['data_ranks']} data ranks; "
+        f"{batch['positions_per_step']:,} positions a step"
+    )
+
+
+def _rank_text(rank: RankPlan) -> str:
+    place = " ".join(f"{axis}={value}" for axis, value in rank.coordinates.items() if axis != "tp")
+    span = f"layers {rank.layers[0]}-{rank.layers[-1]}"
+    size = f"{rank.memory.parameters:,} parameters, {gib(rank.memory.total)}"
+    return f"rank {rank.rank}: {place}; {span}; {size}"
+
+
+def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
+    """All ranks share a CPU's memory; a GPU belongs to one rank."""
+    shared = machine.platform == "cpu"
+    largest = max(ranks, key=lambda rank: rank.total)
+    needed = sum(rank.total for rank in ranks) if shared else largest.total
+    whose = (
+        f"{len(ranks)} ranks"
+        if shared and len(ranks) > 1
+        else "the largest rank"
+        if len(ranks) > 1
+        else "the rank"
+    )
+    fits = None if machine.memory is None else needed <= machine.memory
+    available = machine.source if machine.memory is None else f"{gib(machine.memory)} ({machine.source})"
+    words = f"{whose}: {_sum_text(ranks if shared else [largest])} = {gib(needed)}, of {available}"
+    return Memory(fits, needed, machine.memory, words)
+
+
+def _sum_text(ranks: list[RankMemory]) -> str:
+    parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
+    return " + ".join(f"{part} {gib(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
+
+
+def _environment(config: Config, machine: Machine) -> dict[str, str]:
+    cache = Path(config.paths.cache or "unprobed")
+    setting = Setting(config, machine.platform, ranks=config.mesh.world, cores=cores(), cache=cache)
+    listed = rank_environment(setting, os.environ).json()
+    return {
+        name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")
+    }
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with enough digits to see small ones."""
+    return f"{size / GIB:.3g} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
+
+
+def dry_run_text(plan: LaunchPlan) -> str:
+    """What `dry_run=true` prints: the plan for a person, then one JSON object on a line of its own."""
+    return f"{plan.text()}\n{json.dumps(plan.json())}"

@@ -1,0 +1,8 @@
+"""The entry: compose and check a run, then plan it or launch it; `python train.py --help` shows what there is."""
+
+import sys
+
+from src.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
