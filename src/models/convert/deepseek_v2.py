@@ -1,0 +1,64 @@
+"""DeepSeek-V2 in Hugging Face's words.
+
+The tensors need no map: the release's files use our canonical names, shapes and layout (HFN), per expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from src.models.names import vocabulary
+from src.models.schema import DeepseekV2Config
+
+
+def hf_config(config: DeepseekV2Config) -> dict[str, Any]:
+    """The content of `config.json` for transformers' `DeepseekV2ForCausalLM`; every number written out (MOD-1)."""
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": vocabulary(config),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "attention_bias": config.attention_bias,
+        "rope_parameters": _rope(config),
+        "first_k_dense_replace": config.first_dense,
+        "moe_layer_freq": 1,
+        "intermediate_size": config.intermediate_size,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_size,
+        "n_shared_experts": config.num_shared_experts,
+        "topk_method": config.routing,
+        "n_group": config.num_groups,
+        "topk_group": config.groups_kept,
+        "routed_scaling_factor": config.routed_scaling,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "hidden_act": "silu",
+    }
+
+
+def _rope(config: DeepseekV2Config) -> dict[str, Any]:
+    yarn = config.yarn
+    if yarn.factor <= 1:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    scales = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_theta,
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_length,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.truncate,
+    } | {key: value for key, value in scales.items() if value}
