@@ -1,12 +1,12 @@
 """A backend without a model: a few tensors, one of them a stack of experts, cut over parts in any way.
 
-Its values are a function of the canonical name alone, so that what any layout saved can be checked without it.
+Its values are a function of the canonical name alone: what any layout saved can be checked without it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,29 +94,27 @@ def _projections(name: str, matrix: Tensor) -> dict[str, Tensor]:
     return {"gate": matrix[:F], "up": matrix[F:]} if name.endswith("gate_up") else {"down": matrix}
 
 
-def fill(
-    fake: Fake, moments: Mapping[str, Mapping[str, Tensor]], change: Callable[[Tensor], Tensor] = lambda t: t
-) -> None:
-    """Give every tensor the value of its name, changed by `change`."""
-    for suffix, tensors in (("", fake.parameters), *((f"::{m}", t) for m, t in moments.items())):
-        for name, entry in fake.local_entries(tensors).items():
-            whole = change(value(name + suffix, entry.shape))
-            for offsets, view in entry.pieces:
-                view.copy_(whole[tuple(slice(o, o + s) for o, s in zip(offsets, view.shape, strict=True))])
-    for name, tensor in fake.extra.items():
-        tensor.copy_(change(value(f"extra.{name}", tuple(tensor.shape))))
-
-
-def wrong(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Names whose tensors do not have the value of their name."""
-    bad = [n for n, t in fake.extra.items() if not torch.equal(t, value(f"extra.{n}", tuple(t.shape)))]
+def _boxes(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Saved name, local view and the value it should have, for every box that the fake holds."""
     for suffix, tensors in (("", fake.parameters), *((f"::{m}", t) for m, t in moments.items())):
         for name, entry in fake.local_entries(tensors).items():
             whole = value(name + suffix, entry.shape)
             for offsets, view in entry.pieces:
                 span = tuple(slice(o, o + s) for o, s in zip(offsets, view.shape, strict=True))
-                bad += [] if torch.equal(view, whole[span]) else [name + suffix]
-    return bad
+                yield name + suffix, view, whole[span]
+    for name, tensor in fake.extra.items():
+        yield f"extra.{name}", tensor, value(f"extra.{name}", tuple(tensor.shape))
+
+
+def fill(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> None:
+    """Give every tensor the value of its name, times `factor`."""
+    for _, view, wanted in _boxes(fake, moments):
+        view.copy_(wanted * factor)
+
+
+def wrong(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> list[str]:
+    """Names whose tensors do not have the value of their name, times `factor`."""
+    return [name for name, view, wanted in _boxes(fake, moments) if not torch.equal(view, wanted * factor)]
 
 
 def config(**changes: object) -> Config:

@@ -7,12 +7,11 @@ load counts and the like) by ``extra.<name>``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from src.trainer.checkpoint.shards import Shards
+from src.trainer.checkpoint.shards import Shards
 
 EXTRA = "extra."
 
@@ -62,8 +61,6 @@ def collect(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]]) -> di
 
 
 def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Shards]:
-    from src.trainer.checkpoint.shards import Shards
-
     shards = {}
     for name, entry in backend.local_entries(tensors).items():
         boxes = [(tuple(offsets), view) for offsets, view in entry.pieces if view.numel()]
@@ -73,8 +70,6 @@ def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dic
 
 
 def _extra(backend: Backend) -> dict[str, Shards]:
-    from src.trainer.checkpoint.shards import Shards
-
     return {EXTRA + name: Shards.whole(tensor) for name, tensor in backend.extra_state().items()}
 
 

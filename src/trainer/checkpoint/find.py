@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from src.config import Config
 from src.errors import Problem, UserError
@@ -18,10 +17,8 @@ from src.trainer.checkpoint.directory import (
     steps,
     verify_files,
 )
+from src.trainer.checkpoint.shards import METADATA, Shards, files_read
 from src.trainer.runtime import Runtime
-
-if TYPE_CHECKING:
-    from src.trainer.checkpoint.shards import Shards
 
 
 def find(config: Config, run_dir: Path, runtime: Runtime, backend: Backend) -> Found | None:
@@ -87,8 +84,6 @@ def _read_or_why(path: Path) -> Found | str:
 
 def _verify_here(chosen: Found, tensors: Mapping[str, Shards], limit: int) -> list[str]:
     """What this rank finds wrong: it must see rank 0's metadata, and in full the files that it reads."""
-    from src.trainer.checkpoint.shards import METADATA, files_read
-
     seen = _read_or_why(chosen.path)
     if isinstance(seen, str) or seen.digest != chosen.digest:
         return [seen if isinstance(seen, str) else "ranks see different metadata"]

@@ -17,6 +17,7 @@ from src.digest import flatten, identity
 from src.trainer.checkpoint.agree import agree, everyone
 from src.trainer.checkpoint.contents import Backend, collect
 from src.trainer.checkpoint.directory import META, FileInfo, Meta, TensorInfo, hidden_path, sha256, step_path
+from src.trainer.checkpoint.shards import write
 from src.trainer.runtime import Runtime
 
 POINTS = ("start", "staged", "item", "written", "hashed", "meta", "whole", "aside", "published", "end")
@@ -52,8 +53,6 @@ def save(
     Raises:
         RuntimeError: some rank could not write; on every rank. Older checkpoints are untouched.
     """
-    from src.trainer.checkpoint.shards import write
-
     hook("start")
     staging, target = hidden_path(run_dir, "tmp", step, attempt), step_path(run_dir, step)
     agree(runtime, lambda: _empty(staging))
