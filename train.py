@@ -1,4 +1,4 @@
-"""The entry: compose and check a run, then plan it or launch it; `python train.py --help` shows what there is."""
+"""The entry: compose and check a run, then plan or launch it; `python train.py --help` shows how."""
 
 import sys
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
-from unittest.mock import patch
 
 from src.errors import Problem, UserError
 
@@ -37,8 +36,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Hydra's flags that make sense here, anywhere among the overrides (HYD-9); others would load a config past
-    the schema (HYD-16) and end in argparse's exit 2."""
+    """Hydra's flags that make sense here, anywhere among the overrides (HYD-9).
+
+    `--config-name` and the like are not among them: they would load a config past the schema (HYD-16).
+    """
     parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -63,7 +64,7 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _single(overrides: list[str]) -> int:
-    """Compose here rather than in `hydra.main`, which would make a directory and compose twice (HYD-10, HYD-18)."""
+    """Compose here rather than in `hydra.main`, which makes a directory and composes twice (HYD-18)."""
     from src.compose import compose
 
     started = time.monotonic()
@@ -116,16 +117,24 @@ def _hydra(flags: list[str], overrides: list[str]) -> int:
 
 
 def _never(cfg: object) -> NoReturn:
-    """What Hydra would call in this process: never, for every job is a process of its own (HYD-11, HYD-12)."""
+    """What Hydra would call in this process: never, for a job is a process of its own (HYD-11, HYD-12)."""
     fix = "choose where jobs run by launcher=, and leave hydra/launcher alone"
     raise UserError([Problem("hydra/launcher", "would train in the launching process", fix, "SWEEP-7")])
 
 
 @contextmanager
 def _arguments(words: list[str]) -> Iterator[None]:
-    """This process's arguments for Hydra, which reads them from `sys`; errors reach us instead of its own exit."""
-    with patch.object(sys, "argv", [sys.argv[0], *words]), patch.dict(os.environ, {"HYDRA_FULL_ERROR": "1"}):
+    """Arguments for Hydra, which reads them from `sys`; its errors reach us, not its own exit (HYD-17)."""
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [sys.argv[0], *words], "1"
+    try:
         yield
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before[1]
 
 
 def _refusal(error: UserError) -> str:

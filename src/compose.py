@@ -23,7 +23,7 @@ from src.digest import config_digest, flatten, identity
 from src.errors import Problem, UserError
 from src.fields import schema_of
 from src.machine import find_machine
-from src.models.schema import FAMILIES, ModelConfig
+from src.models.schema import FAMILIES
 from src.resolve import resolve
 from src.tree import dump_config, load_config, raise_all, typed
 from src.validate import validate
@@ -76,7 +76,8 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
     Raises:
         UserError: with the problems of all jobs, each led by the job's overrides.
     """
-    configs, problems, seen = [], [], {}
+    configs, problems = [], []
+    seen: dict[Source, list[Problem]] = {}
     for job in jobs:
         try:
             configs.append(_compose(loader, job, seen).config)
@@ -154,10 +155,10 @@ def _first_lines(error: BaseException) -> str:
     return f"{error}{cause}".strip()
 
 
-def _family_of(files: list[tuple[str, str]]) -> type[ModelConfig]:
+def _family_of(files: list[tuple[str, str]]) -> str:
     """The family whose schema is in the defaults list; the first known one if the list cannot be made."""
     names = [path.rpartition("/")[2] for path, _ in files if path.startswith("schema/model/")]
-    return FAMILIES[names[-1]] if names else next(iter(FAMILIES.values()))
+    return names[-1] if names else next(iter(FAMILIES))
 
 
 def _sources(loader: ConfigLoader, files: list[tuple[str, str]]) -> list[Source]:

@@ -12,7 +12,8 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from src.errors import Problem, UserError
-from src.fields import Given, Scalar, Schema, check, unknown
+from src.fields import Schema, unknown
+from src.values import Given, Scalar, check
 
 SITE_GROUPS = ("launcher", "paths", "platform", "logger", "env", "container")
 """What a site file may set (CFG-11)."""

@@ -38,7 +38,7 @@ def config_digest(config: Config) -> str:
 
 
 def identity(config: Config) -> str:
-    """sha256 of what makes a run another run; `mesh=auto` enters as `auto`, whatever this machine fills in."""
+    """sha256 of what makes a run another run; `mesh=auto` enters as `auto`, whatever a machine fills in."""
     tree = {key: value for key, value in asdict(config).items() if key not in NOT_IDENTITY}
     if config.mesh.spec == "auto":
         tree["mesh"] = {axis: size for axis, size in tree["mesh"].items() if axis != "dp"}

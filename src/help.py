@@ -1,4 +1,4 @@
-"""`train.py --help`: commands, groups with their options, where to read on (HELP-1); needs neither Hydra nor torch."""
+"""`train.py --help`: commands, groups with their options, where to read on (HELP-1); Hydra is not needed."""
 
 from __future__ import annotations
 

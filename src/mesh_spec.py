@@ -36,4 +36,7 @@ def is_spec(name: str) -> bool:
 
 def canonical(axes: Mapping[str, int]) -> str:
     """The spec in design order without the axes of size 1; `single` if none is left."""
-    return spec(MeshConfig(**axes))
+    mesh = MeshConfig()
+    for axis, size in axes.items():
+        setattr(mesh, axis, size)
+    return spec(mesh)

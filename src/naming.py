@@ -57,7 +57,7 @@ def job_name(swept: Iterable[str]) -> str:
 
 
 def _fit(text: str, digest: str, always: bool) -> str:
-    """`text` in the allowed characters and length; the digest follows if asked for or if something was lost."""
+    """`text` in the allowed characters and length, then the digest if asked for or if something was lost."""
     slug = _FORBIDDEN.sub("-", text).lstrip(".-") or "run"
     if not always and slug == text and len(slug) <= MAX_BYTES:
         return slug

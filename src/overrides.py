@@ -1,4 +1,4 @@
-"""The command line's overrides, each checked for all that can be wrong with it (CFG-1 to CFG-6, HYD-1 to HYD-8)."""
+"""The command line's overrides, each checked for all that can be wrong with it (CFG-1 to CFG-6, HYD)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hydra.errors import HydraException
 
 from src import reserved
 from src.errors import Problem
-from src.fields import COMMAND_LINE, Given, Scalar, Schema, check, edit_distance, unknown
+from src.fields import Leaf, Schema, edit_distance, unknown
 from src.mesh_spec import GRAMMAR
+from src.values import COMMAND_LINE, Given, Scalar, check
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def _check_choice(item: Typed, groups: Groups, multirun: bool) -> list[Problem]:
     if item.key not in groups.names:
         return [_unknown_group(item, groups)]
     if item.override.is_delete():
-        return [
-            Problem(item.key, "a group cannot be deleted", f"choose {item.key}=none if it has that", "HYD-2")
-        ]
+        return [Problem(item.key, "a group cannot be deleted", "choose another of its options", "HYD-2")]
     if item.override.is_add() or item.override.is_force_add():
         return [
             Problem(item.key, "every group has a choice already", f"type {item.key}={item.text}", "HYD-1")
@@ -142,7 +141,7 @@ def check_value(item: Typed, known: Schema, multirun: bool) -> list[Problem]:
     leaf = known.leaf(item.key)
     if leaf is None:
         return [_not_a_leaf(item, known)]
-    wrong = _check_form(item, known) or ([] if multirun else _check_sweep(item))
+    wrong = _check_form(item, known) or ([] if multirun else _check_sweep(item, leaf))
     if wrong:
         return wrong
     plus = item.line[: len(item.line) - len(item.line.lstrip("+"))]
@@ -177,10 +176,12 @@ def _check_form(item: Typed, known: Schema) -> list[Problem]:
     return []
 
 
-def _check_sweep(item: Typed) -> list[Problem]:
+def _check_sweep(item: Typed, leaf: Leaf) -> list[Problem]:
     if not isinstance(item.override._value, Sweep):
         return []
-    return [_ambiguous(item, f"""'{item.key}="{item.text}"' for text, -m {item.line} for a sweep""")]
+    text = f"""'{item.key}="{item.text}"' for text, """ if leaf.kind is str and leaf.container is None else ""
+    items = f"'{item.key}=[{item.text}]' for a list, " if leaf.container is list else ""
+    return [_ambiguous(item, f"{text}{items}-m {item.line} for a sweep")]
 
 
 def _ambiguous(item: Typed, fix: str) -> Problem:
@@ -206,7 +207,7 @@ def _typed_values(item: Typed) -> list[tuple[Any, str | None]]:
 
 
 def _plain(value: Any, text: str | None, line: str) -> tuple[Any, str | None]:
-    """Python value and text; a quoted string is its own text, the items of a list are looked up in the line."""
+    """Python value and text; a quoted string is its own text, items of a list are looked up in the line."""
     if isinstance(value, QuotedString):
         return value.text, None
     if isinstance(value, list):
@@ -219,4 +220,4 @@ def _plain(value: Any, text: str | None, line: str) -> tuple[Any, str | None]:
 def _scalar(value: Any, line: str) -> Scalar:
     if isinstance(value, QuotedString):
         return Scalar(value.text, None)
-    return Scalar(value, str(value) if str(value) in line else line)
+    return Scalar(value, str(value) if str(value) in line else line.strip("[]"))

@@ -1,4 +1,4 @@
-"""Between plain trees and the `Config` dataclass: `config.yaml` and composed configs (CFG-1 to CFG-7, CFG-14)."""
+"""Between plain trees and `Config`: `config.yaml` and composed configs (CFG-1 to CFG-7, CFG-14)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from src.conf_files import Source, check_file
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
-from src.fields import Given, Leaf, Schema, check, schema_of, unknown
+from src.fields import Leaf, Schema, schema_of, unknown
 from src.mesh_spec import canonical
-from src.models.schema import FAMILIES, ModelConfig
+from src.models.schema import FAMILIES
 from src.trainer.parallel.layout import AXES
+from src.values import Given, check
 
 
 def typed(cfg: DictConfig) -> Config:
-    """The dataclass of a composed tree; every unknown, missing or ill-typed key is reported (CFG-1 to CFG-7)."""
-    root = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    """The dataclass of a composed tree; every unknown, missing or ill-typed key is reported (CFG-1 to 7)."""
+    root = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     missing = sorted(OmegaConf.missing_keys(root))
     raise_all([_unset(str(key)) for key in missing])
     try:
@@ -65,12 +66,12 @@ def _unset(key: str) -> Problem:
     return Problem(key, "has no value", f"choose a {group}={group.upper()}, or type {key}=VALUE", "CFG-7")
 
 
-def _family(tree: Mapping[str, Any]) -> type[ModelConfig]:
+def _family(tree: Mapping[str, Any]) -> str:
     model = tree.get("model")
     name = model.get("family") if isinstance(model, dict) else None
     if name not in FAMILIES:
         raise UserError([Problem("model.family", f"{name!r} is none of {', '.join(FAMILIES)}", rule="CFG-9")])
-    return FAMILIES[name]
+    return str(name)
 
 
 def _from_tree(tree: dict[str, Any], is_whole: bool) -> Config:
@@ -104,7 +105,7 @@ def _check_leaf(key: str, value: Any, known: Schema) -> list[Problem]:
     return check(Given(key, value, None, ""), leaf)
 
 
-def _build(cls: Any, prefix: str, tree: Mapping[str, Any], known: Schema, family: type[ModelConfig]) -> Any:
+def _build(cls: Any, prefix: str, tree: Mapping[str, Any], known: Schema, family: str) -> Any:
     """An instance of `cls`; keys that the tree lacks keep their default."""
     values = {}
     hints = get_type_hints(cls)
@@ -112,7 +113,7 @@ def _build(cls: Any, prefix: str, tree: Mapping[str, Any], known: Schema, family
         if item.name not in tree:
             continue
         key, value = prefix + item.name, tree[item.name]
-        hint = family if key == "model" else hints[item.name]
+        hint = FAMILIES[family] if key == "model" else hints[item.name]
         inner = is_dataclass(hint)
         values[item.name] = (
             _build(hint, f"{key}.", value, known, family) if inner else _cast(value, known.leaves[key])

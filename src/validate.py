@@ -101,8 +101,8 @@ def _names(config: Config) -> Iterator[Problem]:
             continue
         parts = name.split("/")
         if not all(_is_plain(part) for part in parts):
-            words = f"letters, digits and . _ - (with / between folders), at most {MAX_BYTES} each, none of them . or .."
-            yield Problem(key, f"{name!r} is no directory name: {words}", rule="RUN-4")
+            words = f"use letters, digits, . _ - and / between folders, at most {MAX_BYTES} characters each"
+            yield Problem(key, f"{name!r} is no directory name", words, "RUN-4")
 
 
 def _is_plain(part: str) -> bool:

@@ -26,7 +26,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     unsharded: int
-    """Gathered copies of sharded parameters in the compute dtype, and their gradients before the reduction."""
+    """Gathered copies of sharded parameters in the compute dtype, and their gradients not yet reduced."""
     activations: int
     """Estimate of what the backward passes in flight still need."""
 
@@ -74,7 +74,7 @@ def layers_of(config: Config, pp: int) -> list[int]:
 
 
 def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
-    """Parameters of a rank: in its shards, and whole, those that are gathered for use and those held alone."""
+    """Parameters of a rank: in its shards; and whole, those gathered for use and those held alone."""
     layers = {f"model.layers.{layer}." for layer in layers_of(config, place.pp)}
     local = gathered = alone = 0
     for name, shape in parameters(config.model).items():
@@ -96,7 +96,7 @@ def _is_held(name: str, pp: int, pipeline: int, layers: set[str]) -> bool:
 
 
 def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, int]:
-    """Over how many ranks a parameter is cut, and the index of this one: dp and cp, and ep unless it is an expert's."""
+    """Shards of a parameter and the index of this rank's: over dp, cp, and ep unless it is an expert's."""
     mesh = config.mesh
     shards, index = mesh.dp * mesh.cp, place.dp * mesh.cp + place.cp
     return (shards, index) if is_expert else (shards * mesh.ep, index * mesh.ep + place.ep)

@@ -1,4 +1,4 @@
-"""What a launch will do, as a pure function of config and machine; `dry_run` prints it and stops (PLAN, CFG-17)."""
+"""What a launch will do, a pure function of config and machine; `dry_run` prints it (PLAN, CFG-17)."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _batch_text(batch: dict[str, int]) -> str:
 def _rank_text(rank: RankPlan) -> str:
     place = " ".join(f"{axis}={value}" for axis, value in rank.coordinates.items() if axis != "tp")
     span = f"layers {rank.layers[0]}-{rank.layers[-1]}"
-    size = f"{rank.memory.parameters:,} parameters, {gib(rank.memory.total)}"
+    size = f"{rank.memory.parameters:,} parameters, {bytes_text(rank.memory.total)}"
     return f"rank {rank.rank}: {place}; {span}; {size}"
 
 
@@ -211,14 +211,15 @@ def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
         else "the rank"
     )
     fits = None if machine.memory is None else needed <= machine.memory
-    available = machine.source if machine.memory is None else f"{gib(machine.memory)} ({machine.source})"
-    words = f"{whose}: {_sum_text(ranks if shared else [largest])} = {gib(needed)}, of {available}"
+    size = "" if machine.memory is None else f"{bytes_text(machine.memory)}, "
+    terms = _sum_text(ranks if shared else [largest])
+    words = f"{whose}: {terms} = {bytes_text(needed)}, of {size}{machine.source}"
     return Memory(fits, needed, machine.memory, words)
 
 
 def _sum_text(ranks: list[RankMemory]) -> str:
     parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
-    return " + ".join(f"{part} {gib(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
+    return " + ".join(f"{part} {bytes_text(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
 
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:
@@ -230,9 +231,10 @@ def _environment(config: Config, machine: Machine) -> dict[str, str]:
     }
 
 
-def gib(size: int) -> str:
-    """Bytes as GiB with enough digits to see small ones."""
-    return f"{size / GIB:.3g} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
+def bytes_text(size: int) -> str:
+    """Bytes as GiB, or as MiB below one GiB."""
+    unit, name = (GIB, "GiB") if size >= GIB else (GIB // 1024, "MiB")
+    return f"{size / unit:,.1f} {name}" if size < 100 * unit else f"{size / unit:,.0f} {name}"
 
 
 def dry_run_text(plan: LaunchPlan) -> str:
