@@ -29,7 +29,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: floa
     Args:
         ranks: number of processes.
         function: a function of an importable module; what it returns must be loadable by `torch.load`.
-        arguments: picklable.
+        arguments: whatever `torch.save` takes.
         timeout: seconds until the world is given up.
 
     Returns:
@@ -44,8 +44,9 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: floa
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        torch.save(arguments, directory / "arguments.pt")
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, directory, function, arguments), daemon=True)
+            context.Process(target=_rank, args=(rank, ranks, directory, function), daemon=True)
             for rank in range(ranks)
         ]
         for process in processes:
@@ -76,7 +77,7 @@ def _first_traceback(directory: Path) -> str:
     return errors[0].read_text() if errors else ""
 
 
-def _rank(rank: int, ranks: int, directory: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, ranks: int, directory: Path, function: Callable[..., Any]) -> None:
     """Body of a rank: join the group, call the function, save its result; leave without draining on an error."""
     import torch
     import torch.distributed as dist
@@ -86,6 +87,7 @@ def _rank(rank: int, ranks: int, directory: Path, function: Callable[..., Any], 
     try:
         if ranks > 1:
             dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+        arguments = torch.load(directory / "arguments.pt", weights_only=False)
         torch.save(function(*arguments), directory / f"{rank}.pt")
         if ranks > 1:
             dist.barrier()

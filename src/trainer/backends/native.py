@@ -1,0 +1,325 @@
+"""The native backend: our models under our own parallelism, one class behind the loop.
+
+Order of construction: model on the meta device → FSDP2 units → memory → initial weights by name. What a rank
+holds is its stage's layers, its block of experts and its shards of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from src.config import Config
+from src.kernels.registry import Ops, resolve
+from src.models.build import CausalLM, ParamSpec, Stage, build, needs, param_specs
+from src.models.counts import moe_layers
+from src.models.dispatch import LocalDispatcher
+from src.models.names import canonical
+from src.models.protocol import Batch, Dispatcher
+from src.trainer.data.batch import MicroBatch, StepBatch
+from src.trainer.parallel import layout
+from src.trainer.parallel.balance import Balancer
+from src.trainer.parallel.data import is_sharded, reshard, shard
+from src.trainer.parallel.expert import ExpertDispatcher
+from src.trainer.parallel.init import initialise
+from src.trainer.parallel.pipeline.adapter import reduce_gradients, settle
+from src.trainer.parallel.pipeline.executor import Executor, make_executor
+from src.trainer.parallel.shards import LocalEntry, local, local_entries
+from src.trainer.runtime import Runtime
+
+ALL_DATA = ("rep", "dp", "cp", "ep")
+"""Axes over which loss sums and load counts add up, stages apart."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a precision policy."""
+
+    parameters: torch.dtype
+    compute: torch.dtype
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "fp64": Precision(torch.float64, torch.float64),
+    "master": Precision(torch.float32, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Device values of a step, local parts whose SUM over all ranks is the global value."""
+
+    loss: Tensor
+    """Σ cross entropy / N_tok."""
+    aux: Tensor
+    """Σ over MoE layers of the auxiliary measure, without its coefficient; 1 a layer is even routing."""
+    z: Tensor
+    """Σ over MoE layers of mean squared logsumexp."""
+    counts: Tensor
+    """int64 rows per expert of real tokens [MoE layers of the model, E]; zero in layers of other stages."""
+
+
+class NativeBackend:
+    """Model, parallelism and step of one rank."""
+
+    def __init__(self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision) -> None:
+        self._config, self._runtime, self._model, self._ops = config, runtime, model, ops
+        self._precision = precision
+        self._sharded = is_sharded(runtime)
+        self.specs: dict[str, ParamSpec] = param_specs(model)
+        """Module name → how the parameter starts and is treated."""
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        """Module name → this rank's parameter: a plain tensor, or a DTensor where sharded."""
+        self.moe_layers: list[int] = moe_layers(config.model)
+        """Global indices of the layers with experts; the rows of `Sums.counts`."""
+        experts, accumulate = config.model.num_experts, precision.parameters
+        self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, accumulate)
+        self._dispatcher = make_dispatcher(experts, runtime, ops)
+        self._executor = make_executor(model, config, layout.micro_batches(config), runtime, precision.compute)
+        self._counts: Tensor | None = None
+
+    @classmethod
+    def build(cls, config: Config, runtime: Runtime) -> NativeBackend:
+        """Build and initialise this rank's part of the model.
+
+        Raises:
+            UserError: a kernel that the config names is not available here (3).
+        """
+        precision = precision_of(config, runtime.device)
+        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, needs(config.model))
+        model = materialise(config, runtime, ops, precision)
+        backend = cls(config, runtime, model, ops, precision)
+        initialise(config, backend.local_entries(), backend.specs)
+        return backend
+
+    def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
+        """All micro-batches of a step; leaves the reduced gradients in `.grad` of `parameters`.
+
+        Args:
+            batch: this rank's micro-batches, as many as `layout.micro_batches` says.
+            n_tokens: int64 device scalar, labels of the global batch (ENG-4).
+        """
+        tally = self._balancer.start()
+        step = _Step(self._model, batch, n_tokens, self._balancer, self._dispatcher, self._runtime.device)
+        each = self._reduce if self._config.pipeline.reduce == "micro_batch" else _nothing
+        last = _nothing if self._config.pipeline.reduce == "micro_batch" else self._reduce
+        self._executor.run(step.forward, lambda index: each(), last)
+        self._counts = tally.counts_ME
+        return Sums(step.loss, tally.aux, tally.z, tally.counts_ME)
+
+    def grad_norm(self, loss: Tensor | None = None) -> Tensor:
+        """Global L2 norm of all gradients, each element once, as a device scalar (ENG-6); reads nothing back.
+
+        rep is left out, since its ranks hold the same shards. With `loss`, the sums of this step, the norm is
+        not finite if any rank's loss is not (ENG-27).
+        """
+        dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
+        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        squares = [torch.linalg.vector_norm(g, dtype=dtype).square() for g in gradients]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=self._runtime.device)
+        if loss is not None:
+            total = total + torch.where(torch.isfinite(loss), 0.0, torch.nan)
+        return self._runtime.reduce(total, ("pp", "dp", "cp", "ep")).sqrt()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a device scalar."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
+
+    def finish_step(self, skip: Tensor) -> None:
+        """Take over what a step leaves for the next one, unless its update was skipped (device scalar above 0)."""
+        if self._config.balance.kind == "global_batch_lagged":
+            assert self._counts is not None
+            counts_ME = self._runtime.reduce(self._counts.clone(), ALL_DATA)
+            self._balancer.finish(counts_ME, skip)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batch: MicroBatch) -> Tensor:
+        """Σ cross entropy of a micro-batch, a device scalar that is 0 except on the last stage; counts nothing."""
+        moved = to_device(micro_batch, self._runtime.device)
+        one = torch.ones((), dtype=self._precision.parameters, device=self._runtime.device)
+
+        def forward(index: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received)
+            return self._model.loss(hidden, moved.labels_BS, one) if self._model.stage.last else hidden
+
+        total = self._executor.infer(forward, self._example(moved.ids_BS))
+        self._forget()
+        return torch.zeros_like(one) if total is None else total
+
+    @torch.no_grad()
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        """Logits [B,S,V] of full documents, on every rank; every rank calls it with the same ids."""
+        moved = plain_batch(ids_BS.to(self._runtime.device))
+
+        def forward(index: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received)
+            return self._model.logits(hidden) if self._model.stage.last else hidden
+
+        found = self._executor.infer(forward, self._example(ids_BS))
+        self._forget()
+        if self._config.mesh.pp == 1:
+            assert found is not None
+            return found
+        return self._share(found, (*ids_BS.shape, self._vocabulary))
+
+    def ops_record(self) -> dict[str, Any]:
+        """What `kernels.json` says: the implementation of each operation, and why not the others."""
+        return self._ops.record()
+
+    def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, LocalEntry]:
+        """Canonical name → what this rank holds of it, in its parameters or in tensors shaped like them."""
+        held = self.parameters if tensors is None else tensors
+        return local_entries(canonical(self._config.model), self.parameters, held, self._model.stage.experts)
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Small tensors that are saved beside the parameters, equal on all ranks of a stage; by mesh-free name."""
+        if self._config.balance.kind != "global_batch_lagged":
+            return {}
+        mine = set(self._model.stage.layers)
+        rows = zip(self.moe_layers, self._balancer.lagged_ME, strict=True)
+        return {f"balance.load.{layer}": row for layer, row in rows if layer in mine}
+
+    def load_extra_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy back what `extra_state` gave, on any mesh."""
+        for name, tensor in self.extra_state().items():
+            tensor.copy_(tensors[name])
+
+    @property
+    def _vocabulary(self) -> int:
+        assert self._config.model.vocab_size is not None
+        return self._config.model.vocab_size
+
+    def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
+        into = moved.ids_BS if received is None else received
+        hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
+        return hidden
+
+    def _example(self, ids_BS: Tensor) -> Tensor:
+        shape = (*ids_BS.shape, self._config.model.hidden_size)
+        return torch.empty(shape, dtype=self._precision.compute, device=self._runtime.device)
+
+    def _share(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """The last stage's tensor, on every stage."""
+        dtype = self._precision.compute
+        tensor = torch.empty(shape, dtype=dtype, device=self._runtime.device) if found is None else found.contiguous()
+        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=self._config.mesh.pp - 1)
+        return tensor
+
+    def _forget(self) -> None:
+        if self._sharded:
+            reshard(self._model)
+
+    def _reduce(self) -> None:
+        """Reduce the gradients; one that nothing was added to is zero, not None."""
+        if self._sharded:
+            reduce_gradients(self._model)
+            return
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+class _Step:
+    """The micro-batches of one step and what their forwards gather."""
+
+    def __init__(
+        self,
+        model: CausalLM[Any],
+        batch: StepBatch,
+        n_tokens: Tensor,
+        balancer: Balancer,
+        dispatcher: Dispatcher,
+        device: torch.device,
+    ) -> None:
+        self._model, self._balancer, self._dispatcher = model, balancer, dispatcher
+        self._batches = [to_device(m, device) for m in batch.micro_batches]
+        self._n_tokens = n_tokens
+        self._scale = n_tokens.to(balancer.tally.aux.dtype).reciprocal()
+        self.loss = torch.zeros_like(self._scale)
+
+    def forward(self, index: int, received: Tensor | None) -> Tensor:
+        """Activation of this stage, or the micro-batch's Σ CE / N_tok on the last one."""
+        micro_batch = self._batches[index]
+        balance = self._balancer.bind(micro_batch, self._n_tokens)
+        into = micro_batch.ids_BS if received is None else received
+        hidden: Tensor = self._model(into, model_batch(micro_batch, balance), self._dispatcher)
+        if not self._model.stage.last:
+            return hidden
+        loss = self._model.loss(hidden, micro_batch.labels_BS, self._scale)
+        self.loss = self.loss + loss.detach()
+        return loss
+
+
+def _nothing() -> None:
+    """No reduction at this point of the step."""
+
+
+def precision_of(config: Config, device: torch.device) -> Precision:
+    """Dtypes of the run: fp32 on a CPU and bf16 with fp32 masters on a GPU, unless `precision` says otherwise."""
+    name = config.precision.name
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "master"
+    return PRECISIONS[name]
+
+
+def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision) -> CausalLM[Any]:
+    """This rank's part of the model in memory, sharded; weights are still garbage, buffers are not."""
+    with torch.device("meta"):
+        model = build(config.model, stage_of(config, runtime), ops)
+    model.to(precision.parameters)
+    if is_sharded(runtime):
+        mixed = precision.compute if precision.compute != precision.parameters else None
+        shard(model, runtime, mixed)
+    model.to_empty(device=runtime.device)
+    model.reset_buffers(runtime.device)
+    if is_sharded(runtime):
+        settle(model)
+    return model
+
+
+def stage_of(config: Config, runtime: Runtime) -> Stage:
+    """Layers and experts that this rank holds."""
+    stages, place = layout.stage_count(config), runtime.place
+    layers = layout.split_layers(config.model.num_layers, stages)[place.pp]
+    experts = layout.expert_block(config.model.num_experts, config.mesh.ep, place.ep)
+    return Stage(layers=layers, first=place.pp == 0, last=place.pp == stages - 1, experts=experts)
+
+
+def make_dispatcher(experts: int, runtime: Runtime, ops: Ops) -> Dispatcher:
+    """Stages 2 and 4: over the ep ranks, or on this rank alone."""
+    group = runtime.group("ep")
+    return LocalDispatcher(experts, ops) if group is None else ExpertDispatcher(group, experts)
+
+
+def model_batch(micro_batch: MicroBatch, balance: Any) -> Batch:
+    """What a layer may know of a micro-batch."""
+    return Batch(
+        positions_BS=micro_batch.positions_BS,
+        cu_seqlens=micro_batch.cu_seqlens,
+        documents_BS=micro_batch.documents_BS,
+        real_BS=micro_batch.real_BS,
+        balance=balance,
+    )
+
+
+def plain_batch(ids_BS: Tensor) -> MicroBatch:
+    """Samples that are one full document each, without labels."""
+    positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    labels_BS = torch.full_like(ids_BS, -100)
+    return MicroBatch(ids_BS, labels_BS, positions_BS, None, None, None, 0, (-1,) * ids_BS.shape[0])
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch with its tensors on the device; the copies do not wait."""
+    if device.type == "cpu":
+        return micro_batch
+    tensors = {name: value for name, value in vars(micro_batch).items() if isinstance(value, Tensor)}
+    return replace(micro_batch, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})

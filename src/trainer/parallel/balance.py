@@ -1,0 +1,163 @@
+"""Auxiliary losses, z-loss and load counts, weighted by the same global token count as the loss (ENG-24).
+
+Over the real tokens of a unit j: f_i = rows to expert i / (K · tokens), P_i = mean score of i, A = E · Σ f_i P_i
+(Switch Transformer, arXiv 2101.03961, equation 4, for K experts), so that even routing gives 1. A MoE layer adds
+Σ_j (n_j / N_tok) · A_j, n_j being the labels of the unit: the strength depends neither on the mesh nor on the
+number of micro-batches. Letters: U units, T tokens of a micro-batch, E experts, K top-k, M MoE layers of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from src.config import BalanceConfig
+from src.trainer.data.batch import MicroBatch
+
+AUXILIARY = ("sequence", "micro_batch", "global_batch_lagged")
+"""Kinds of balance that add a term to the loss."""
+
+
+@dataclass
+class Tally:
+    """What a step has gathered so far; local parts whose SUM over all ranks is the global value."""
+
+    aux: Tensor
+    """Σ over MoE layers and units of (n_j/N_tok)·A_j, without coefficient."""
+    z: Tensor
+    """The same of mean squared logsumexp."""
+    counts_ME: Tensor
+    """int64 rows per expert; zero in layers of other stages."""
+
+
+class Balancer:
+    """Balance of one rank: the state that outlives a step, and the tally of the current one."""
+
+    def __init__(
+        self, config: BalanceConfig, moe_layers: list[int], experts: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._row = {layer: row for row, layer in enumerate(moe_layers)}
+        self._dtype, self._device, self._experts = dtype, device, experts
+        self.lagged_ME = torch.full((len(moe_layers), experts), 1 / max(1, experts), dtype=dtype, device=device)
+        """f of the last completed step over the global batch, at first 1/E."""
+        self.tally = self.start()
+
+    def start(self) -> Tally:
+        """A fresh tally, for a new step."""
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        counts_ME = torch.zeros(len(self._row), self._experts, dtype=torch.int64, device=self._device)
+        self.tally = Tally(zero, zero.clone(), counts_ME)
+        return self.tally
+
+    def bind(self, batch: MicroBatch, n_tokens: Tensor) -> BoundBalance:
+        """The hook for one micro-batch; `n_tokens` is the number of labels of the global batch."""
+        return BoundBalance(self, batch, n_tokens)
+
+    def finish(self, counts_ME: Tensor, skip: Tensor) -> None:
+        """Take the step's counts, summed over all data ranks, as the next step's f, unless it was skipped."""
+        new_ME = counts_ME.to(self._dtype) / counts_ME.sum(1, keepdim=True).clamp(min=1)
+        self.lagged_ME = torch.where(skip > 0, self.lagged_ME, new_ME)
+
+    def add(self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, bound: BoundBalance) -> Tensor | None:
+        """Add a layer's values to the tally; return the term of the loss, or None if there is none."""
+        routed_UE = bound.routed(ids_TK, scores_TE.shape[1])
+        self.tally.counts_ME[self._row[layer]] += routed_UE.sum(0)
+        term = None
+        if self._config.kind in AUXILIARY:
+            aux = self._auxiliary(layer, scores_TE, routed_UE, ids_TK.shape[1], bound)
+            self.tally.aux += aux.detach()
+            term = self._config.coef * aux if self._config.coef else None
+        if self._config.z_loss:
+            z = bound.mean_over_tokens(torch.logsumexp(logits_TE, -1).square())
+            self.tally.z += z.detach()
+            term = self._config.z_loss * z if term is None else term + self._config.z_loss * z
+        return term
+
+    def _auxiliary(self, layer: int, scores_TE: Tensor, routed_UE: Tensor, top_k: int, bound: BoundBalance) -> Tensor:
+        """Σ_j (n_j/N_tok)·A_j over the units of a micro-batch."""
+        by_sequence = self._config.kind == "sequence"
+        scores_UE, tokens_U1 = bound.unit_sums(scores_TE, by_sequence)
+        if self._config.kind == "global_batch_lagged":
+            share_UE = self.lagged_ME[self._row[layer]][None]
+        else:
+            routed_UE = routed_UE if by_sequence else routed_UE.sum(0, keepdim=True)
+            share_UE = routed_UE.to(scores_TE.dtype) / (top_k * tokens_U1)
+        balance_U = scores_TE.shape[1] * (share_UE * scores_UE / tokens_U1).sum(1)
+        return (bound.weights(by_sequence) * balance_U).sum()
+
+
+class BoundBalance:
+    """The router's hook for one micro-batch (`protocol.Balance`)."""
+
+    def __init__(self, balancer: Balancer, batch: MicroBatch, n_tokens: Tensor) -> None:
+        self._balancer = balancer
+        self._samples = batch.ids_BS.shape[0]
+        self._real_BS = batch.real_BS
+        self._labels_B = (batch.labels_BS != -100).sum(1)
+        self._n_tokens = n_tokens
+
+    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+        """The experts that the router chose; forced choices are refused at composition."""
+        return ids_TK
+
+    def apply(
+        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """`weights_TK`, whose backward also feeds gradient 1 to the layer's auxiliary term."""
+        term = self._balancer.add(layer, logits_TE, scores_TE, ids_TK, self)
+        if term is None or not term.requires_grad:
+            return weights_TK
+        attached: Tensor = Attach.apply(weights_TK, term)
+        return attached
+
+    def routed(self, ids_TK: Tensor, experts: int) -> Tensor:
+        """int64 rows of real tokens per sample and expert [B,E]."""
+        ids_BN = ids_TK.long().view(self._samples, -1)
+        ones_BN = torch.ones_like(ids_BN)
+        if self._real_BS is not None:
+            ones_BN = self._real_BS.to(ones_BN.dtype).repeat_interleave(ids_TK.shape[1], 1)
+        counts_BE = torch.zeros(self._samples, experts, dtype=torch.int64, device=ids_TK.device)
+        return counts_BE.scatter_add_(1, ids_BN, ones_BN)
+
+    def unit_sums(self, scores_TE: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
+        """Sum of scores over the real tokens of each unit [U,E], and how many those are [U,1], at least 1."""
+        scores_BSE = scores_TE.view(self._samples, -1, scores_TE.shape[1])
+        tokens_B = torch.full((self._samples,), scores_BSE.shape[1], device=scores_TE.device)
+        if self._real_BS is not None:
+            scores_BSE = torch.where(self._real_BS[..., None], scores_BSE, 0)
+            tokens_B = self._real_BS.sum(1)
+        scores_BE = scores_BSE.sum(1)
+        if not by_sequence:
+            scores_BE, tokens_B = scores_BE.sum(0, keepdim=True), tokens_B.sum(0, keepdim=True)
+        return scores_BE, tokens_B.clamp(min=1)[:, None]
+
+    def weights(self, by_sequence: bool) -> Tensor:
+        """n_j / N_tok of each unit [U]."""
+        labels_U = self._labels_B if by_sequence else self._labels_B.sum(0, keepdim=True)
+        return labels_U.to(self._balancer.tally.aux.dtype) / self._n_tokens
+
+    def mean_over_tokens(self, values_T: Tensor) -> Tensor:
+        """n/N_tok times the mean over the real tokens of the micro-batch."""
+        sums_11, tokens_11 = self.unit_sums(values_T[:, None], by_sequence=False)
+        return (self.weights(by_sequence=False) * (sums_11 / tokens_11)[:, 0]).sum()
+
+
+class Attach(Function):
+    """Weights, unchanged; in backward the term of the loss receives gradient 1 once."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, term: Tensor) -> Tensor:
+        ctx.like = (term.dtype, term.device)
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.like
+        return grad, torch.ones((), dtype=dtype, device=device)

@@ -1,0 +1,83 @@
+"""Runs the micro-batches of a step: one after the other without stages, by a table of torch's runtime with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from src.config import Config
+from src.trainer.parallel.pipeline.adapter import Forward, TorchPipeline
+from src.trainer.parallel.pipeline.schedule import TABLES
+from src.trainer.runtime import Runtime
+
+
+class Executor(Protocol):
+    """How the stages of a rank go through the micro-batches of a step."""
+
+    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+        """Forward and backward of every micro-batch once; `backward` after each, `reduce` after the last."""
+        ...
+
+    def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
+        """One forward through all stages, without gradients; the last stage's result there, None elsewhere."""
+        ...
+
+
+class Sequential:
+    """The whole model on this rank: forward and backward of one micro-batch after the other."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._count = micro_batches
+
+    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+        """See `Executor`."""
+        for index in range(self._count):
+            torch.autograd.backward(forward(index, None))
+            backward(index)
+        reduce()
+
+    def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
+        """See `Executor`."""
+        return forward(0, None)
+
+
+class Pipelined:
+    """One stage on this rank."""
+
+    def __init__(self, model: nn.Module, config: Config, micro_batches: int, runtime: Runtime, dtype: torch.dtype) -> None:
+        group = runtime.group("pp")
+        assert group is not None
+        shape = (config.micro_batch_size, config.sequence_length, config.model.hidden_size)
+        example = torch.empty(shape, dtype=dtype, device=runtime.device)
+        table = TABLES[config.pipeline.schedule](config.mesh.pp, micro_batches)
+        self._pipeline = TorchPipeline(model, table, micro_batches, group, example)
+        self._group, self._stage, self._stages = group, runtime.place.pp, config.mesh.pp
+
+    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+        """See `Executor`."""
+        self._pipeline.run(forward, backward, reduce)
+
+    def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
+        """See `Executor`; `example` has shape, dtype and device of what travels."""
+        received = None
+        if self._stage > 0:
+            received = torch.empty_like(example)
+            dist.recv(received, group=self._group, group_src=self._stage - 1)
+        out = forward(0, received)
+        if self._stage == self._stages - 1:
+            return out
+        dist.send(out.contiguous(), group=self._group, group_dst=self._stage + 1)
+        return None
+
+
+def make_executor(
+    model: nn.Module, config: Config, micro_batches: int, runtime: Runtime, dtype: torch.dtype
+) -> Executor:
+    """The executor that the mesh needs; `dtype` is that of activations."""
+    if config.mesh.pp == 1:
+        return Sequential(micro_batches)
+    return Pipelined(model, config, micro_batches, runtime, dtype)

@@ -1,0 +1,34 @@
+"""Law 1: on every mesh the same weights, losses, gradients, norm, counts and updates as in one process (T-1 to T-4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import world
+from tests.distributed.configs import BATCHES, MESHES, PRECISIONS, Case, make_config, matrix
+from tests.distributed.laws import measure_all
+from tests.distributed.reference import Trace, train
+
+Traces = dict[tuple[str, str], Trace]
+
+
+def all_traces() -> Traces:
+    """The oracle of every batch and precision."""
+    single = MESHES[1][0]
+    cases = [Case(single, "1f1b", batch, precision) for batch in BATCHES for precision in PRECISIONS]
+    return {(case.batch, case.precision): train(make_config(case), case.batch) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    (found,) = world.run(1, all_traces)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_mesh_equals_one_process(ranks: int, traces: Traces) -> None:
+    """Law 1, ENG-2 to ENG-7, ENG-9, ENG-16, ENG-24, within the limits of T-2; prints the worst of each case."""
+    results = world.run(ranks, measure_all, matrix(ranks), traces, timeout=200)[0]
+    for case, what, distance in results:
+        print(f"{case:36s} {distance:10.3g} of the limit, {what}")
+    assert all(distance <= 1 for _, _, distance in results)
