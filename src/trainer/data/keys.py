@@ -25,6 +25,9 @@ TOKENS_FORMAT = 1
 BPE_FORMAT = 1
 """How a BPE is trained. 1: byte level, documents by hash up to `sample_bytes`."""
 
+PLAN_FORMAT = 1
+"""Layout of packing plans and the rules behind them. 1: pieces [P, 3] and samples [N + 1] as .npy."""
+
 EOS, BOS = "<|endoftext|>", "<|startoftext|>"
 """Specials of our own tokenizers; both always have an id, so that `tokenizer.bos` changes no other id."""
 
@@ -93,6 +96,12 @@ def identify(config: Config, remember: bool = False) -> Identity:
         "separators": {"eos": 1, "bos": int(config.tokenizer.bos)},
     }
     return Identity(key_of(record), record, key_of(tokenizer), tokenizer, files)
+
+
+def packs_record(config: Config, tokens_key: str) -> Record:
+    """What identifies the packing plans of a token artifact; no seed is in it (PACK-2)."""
+    packing = {"sequence_length": config.sequence_length, "packing": config.data.packing}
+    return {"format": PLAN_FORMAT, "tokens": tokens_key, **packing}
 
 
 def vocab_size(config: Config) -> int:

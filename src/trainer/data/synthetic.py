@@ -1,0 +1,107 @@
+"""Tokens as a function of (`data.split_seed`, index): no file, no tokenizer, no store (PREP-4).
+
+Two rules are probes of learning. `copy`: the second half of a sample repeats its first half of uniform tokens,
+so only attention to half a sample back can tell the next token; without it the loss stays at ln V. `rules`:
+see `rule_table`. Labels that nothing could predict are no targets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from src.config import Config
+from src.seeds import generator
+from src.trainer.data.tokenizer import Ids
+from src.trainer.data.tokens import Mask
+
+ZIPF_EXPONENT = 1.2
+"""Exponent of the token frequencies under `zipf`; natural text has about 1."""
+
+REPEATED = 7
+"""Tokens of the pattern that `repeat` goes through."""
+
+HELDOUT_SHARE = 8
+"""There is one held-out document to this many training ones."""
+
+
+class SyntheticSource:
+    """The documents of one side.
+
+    `uniform`, `copy` and `rules` make documents of `sequence_length` tokens, so samples are dense; `zipf` and
+    `repeat` make them of a quarter to twice that, so samples are packed and documents are cut.
+    """
+
+    def __init__(self, config: Config, side: str) -> None:
+        self._config = config
+        self._side = side
+        self.name = f"synthetic {config.data.rule}, {side}"
+        self._ids = config.data.ids
+        self._table = rule_table(config) if config.data.rule == "rules" else None
+        self.lengths = self._draw_lengths()
+
+    def read(self, document: int, start: int, length: int) -> Ids:
+        """`length` ids of a document from `start` on, int64."""
+        random = generator(self._config, "split", "synthetic", self._side, document)
+        ids = getattr(self, f"_{self._config.data.rule}")(random, int(self.lengths[document]))
+        piece: Ids = ids[start : start + length]
+        return piece
+
+    def targets(self, document: int, start: int, length: int) -> Mask | None:
+        """Where a token follows from those before it [length]; None where nothing does or all may."""
+        place = np.arange(start, start + length)
+        if self._config.data.rule == "copy":
+            half: Mask = place >= int(self.lengths[document]) // 2
+            return half
+        if self._config.data.rule == "rules":
+            values: Mask = place % 2 == 0
+            return values
+        return None
+
+    def neighbours(self) -> tuple[Ids, Ids]:
+        """Each target with the token before it, over all documents [pairs] each."""
+        before, after = [], []
+        for document, length in enumerate(self.lengths.tolist()):
+            ids, mask = self.read(document, 0, length), self.targets(document, 0, length)
+            is_target = np.ones(length - 1, bool) if mask is None else mask[1:]
+            before.append(ids[:-1][is_target])
+            after.append(ids[1:][is_target])
+        return np.concatenate(before), np.concatenate(after)
+
+    def _draw_lengths(self) -> Ids:
+        data, positions = self._config.data, self._config.sequence_length
+        count = data.documents if self._side == "train" else -(-data.documents // HELDOUT_SHARE)
+        if data.rule not in ("zipf", "repeat"):
+            return np.full(count, positions, np.int64)
+        random = generator(self._config, "split", "lengths", self._side)
+        return random.integers(max(2, positions // 4), 2 * positions, count)
+
+    def _uniform(self, random: np.random.Generator, length: int) -> Ids:
+        return random.integers(0, self._ids, length)
+
+    def _repeat(self, random: np.random.Generator, length: int) -> Ids:
+        return np.resize(random.integers(0, self._ids, REPEATED), length)
+
+    def _zipf(self, random: np.random.Generator, length: int) -> Ids:
+        weights = np.arange(1, self._ids + 1) ** -ZIPF_EXPONENT
+        return random.choice(self._ids, length, p=weights / weights.sum())
+
+    def _copy(self, random: np.random.Generator, length: int) -> Ids:
+        half = length // 2
+        return np.resize(random.integers(0, self._ids, half), length)
+
+    def _rules(self, random: np.random.Generator, length: int) -> Ids:
+        """Value, key, value, key, …: each value is the key's permutation of the value before it."""
+        assert self._table is not None
+        keys, values = self._table.shape
+        ids = np.empty(length, np.int64)
+        ids[1::2] = random.integers(0, keys, len(ids[1::2]))
+        ids[0] = random.integers(0, values)
+        for place in range(2, length, 2):
+            ids[place] = self._table[ids[place - 1], ids[place - 2]]
+        return ids
+
+
+def rule_table(config: Config) -> Ids:
+    """One permutation of the values for each key [keys, values], from `data.split_seed` alone."""
+    random = generator(config, "split", "rules")
+    return random.permuted(np.tile(np.arange(config.data.ids), (config.data.ids, 1)), axis=1)
