@@ -1,4 +1,4 @@
-"""Which code a run was made by: a hash of the sources and core packages, the commit and its changes (RUN-7, RUN-8)."""
+"""Which code made a run: a hash of sources and core packages, the commit and its changes (RUN-7, RUN-8)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def git(root: Path, *words: str) -> str | None:
 def source_hashes(root: Path) -> dict[str, str]:
     """sha256 of every file that decides what a run computes, by its path below `root`."""
     paths = sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()})
-    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
+    }
 
 
 def code_record(root: Path = CHECKOUT) -> CodeRecord:

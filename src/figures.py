@@ -22,7 +22,9 @@ def loss_figure(path: Path, run: RunFacts) -> None:
     """Training loss, held-out points and the lines that counts reach."""
     figure, axes = new_axes()
     points = [(int(s["step"]), number(s["loss"])) for s in run.steps]
-    axes.plot([x for x, _ in points], [math.nan if y is None else y for _, y in points], lw=1, label="training")
+    axes.plot(
+        [x for x, _ in points], [math.nan if y is None else y for _, y in points], lw=1, label="training"
+    )
     if run.evaluations:
         steps = [int(e["step"]) for e in run.evaluations]
         axes.plot(steps, [number(e["loss"]) for e in run.evaluations], "o", ms=5, label="held out")
@@ -47,7 +49,7 @@ def sweep_figure(path: Path, groups: list[Group]) -> None:
 
 
 def mean_and_band(group: Group) -> tuple[list[int], list[float], list[float]]:
-    """Steps that all runs of the group have, mean loss and sample standard deviation (0 for one run) at each."""
+    """Steps that all runs of the group have, with mean and sample standard deviation (0 for one run)."""
     curves = [{int(s["step"]): number(s["loss"]) for s in run.steps} for run in group.runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[math.nan if (y := curve[step]) is None else y for curve in curves] for step in steps]

@@ -35,7 +35,7 @@ def read_json(path: Path) -> Record | None:
 
 
 def number(value: Any) -> float | None:
-    """A metric as a float: numbers as they are, `"nan"`, `"inf"`, `"-inf"` by name (LOG-1), anything else None."""
+    """A metric as a float: `"nan"`, `"inf"`, `"-inf"` by name (LOG-1), None for what is no number."""
     if isinstance(value, str):
         return NONFINITE.get(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -75,13 +75,13 @@ def parse(lines: list[str]) -> Iterator[Record]:
 
 
 def last_of(path: Path, key: Callable[[Record], Any]) -> list[Record]:
-    """The records of a `.jsonl` file, the last one for each key, ordered by key: a resumed run repeats steps (LOG-3)."""
+    """The last record of each key, ordered by key, for a resumed run repeats steps (LOG-3)."""
     found = {key(record): record for record in parse(LineReader(path).new_lines())}
     return [found[k] for k in sorted(found)]
 
 
 def read_steps(path: Path) -> list[Record]:
-    """`metrics.jsonl` or `evaluation.jsonl`: one record per step, ascending; empty where the file is missing."""
+    """`metrics.jsonl` or `evaluation.jsonl`: one record per step, ascending; none without the file."""
     return last_of(path, lambda record: int(record["step"]))
 
 

@@ -69,7 +69,10 @@ def run_text(run: RunFacts) -> str:
         parts += ["## Training loss and experts", fenced([*curve(run.steps), *loads(run.steps[-1])])]
     samples = [s for s in read_samples(run.path / "samples.jsonl") if s["mode"] == "greedy"]
     if samples:
-        parts += ["## Samples", *(f"Step {s['step']}:\n\n{fenced([s['prompt'] + s['text']])}" for s in samples)]
+        parts += [
+            "## Samples",
+            *(f"Step {s['step']}:\n\n{fenced([s['prompt'] + s['text']])}" for s in samples),
+        ]
     overrides = [f"{key}={value}" for key, value in run.overrides.items()]
     parts += ["## Next", fenced(next_commands(run.path, overrides))]
     return "\n\n".join(parts) + "\n"
@@ -111,15 +114,21 @@ def sweep_text(
     header, cells = sweep_table(keys, rows)
     parts = [f"# {directory.name}", table(header, cells), "![loss](loss.png)", "## Mean ± sd over seed"]
     names = [group.name for group in found]
-    lines = [[name, show(a["n"]), *(spread(a.get(v)) for v in AVERAGED)] for name, a in zip(names, averages, strict=True)]
+    lines = [
+        [name, show(a["n"]), *(spread(a.get(v)) for v in AVERAGED)]
+        for name, a in zip(names, averages, strict=True)
+    ]
     parts += [table(["", "n", *AVERAGED], lines), *notes]
     if meshes:
-        parts += ["## Meshes: largest relative difference from the first", table(list(meshes[0]), mesh_rows(meshes))]
+        parts += [
+            "## Meshes: largest relative difference from the first",
+            table(list(meshes[0]), mesh_rows(meshes)),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def sweep_table(keys: list[str], rows: list[Record]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the table of jobs (REPORT-1); the directory is a name, for the table stands above it."""
+    """Header and cells of the table of jobs (REPORT-1); directories by name, for the table lies above them."""
     header = [*keys, *COLUMNS, "reason", "directory"]
     shown = [{**one, "directory": Path(one["directory"]).name} for one in rows]
     return header, [[show(one[name]) for name in header] for one in shown]

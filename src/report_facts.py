@@ -45,7 +45,7 @@ class RunFacts:
 
 
 def read_run(run: Path) -> RunFacts:
-    """Everything that a report needs from a run directory; raises FileNotFoundError without a `config.yaml`."""
+    """Everything that a report needs from a run directory; raises UserError without a `config.yaml`."""
     return RunFacts(
         path=run,
         config=load_config(run / "config.yaml"),
@@ -57,12 +57,22 @@ def read_run(run: Path) -> RunFacts:
     )
 
 
-def read_overrides(path: Path) -> dict[str, str]:
-    """`overrides.yaml` as key → value text; empty where it is missing."""
+def overrides_text(overrides: list[str]) -> str:
+    """Text of `overrides.yaml`: a YAML list of quoted strings."""
+    return "".join(f"- {json.dumps(override)}\n" for override in overrides) or "[]\n"
+
+
+def override_list(path: Path) -> list[str]:
+    """The overrides in a file that `overrides_text` made; none where it is missing."""
     if not path.is_file():
-        return {}
+        return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
-    pairs = [str(json.loads(line[2:])).lstrip("+").partition("=") for line in lines]
+    return [str(json.loads(line[2:])) for line in lines]
+
+
+def read_overrides(path: Path) -> dict[str, str]:
+    """`overrides.yaml` as key → value text."""
+    pairs = [override.lstrip("+").partition("=") for override in override_list(path)]
     return {key: value for key, _, value in pairs}
 
 
@@ -129,7 +139,9 @@ class Group:
     @property
     def name(self) -> str:
         """`mesh=ep2`, or the composition where nothing but the seed is swept."""
-        return " ".join(f"{key}={value}" for key, value in self.keys.items()) or composition(self.runs[0].config)
+        return " ".join(f"{key}={value}" for key, value in self.keys.items()) or composition(
+            self.runs[0].config
+        )
 
 
 def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
@@ -146,7 +158,9 @@ def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
             name = found[-1].name
             notes.append(f"{name}: not averaged together, for {', '.join(differing(done))} differ")
         if len(done) < len(same):
-            notes.append(f"{' '.join(map(str, chosen.values())) or 'all'}: {len(done)} of {len(same)} runs are done")
+            notes.append(
+                f"{' '.join(map(str, chosen.values())) or 'all'}: {len(done)} of {len(same)} runs are done"
+            )
     return found, notes
 
 
@@ -180,11 +194,13 @@ def average(group: Group) -> Record:
 
 
 def mesh_differences(runs: list[RunFacts]) -> list[Record]:
-    """Largest relative differences of loss and gradient norm from the first mesh, all else equal (REPORT-2)."""
+    """Largest relative differences from the first mesh in loss and norm, all else equal (REPORT-2)."""
     keys = [key for key in swept_keys(runs) if key != "mesh" and not key.startswith("mesh.")]
     found = []
     trained = [run for run in runs if run.steps]
-    for _, same in partition(trained, lambda run: [[run.overrides.get(key) for key in keys], *origin(run).values()]):
+    for _, same in partition(
+        trained, lambda run: [[run.overrides.get(key) for key in keys], *origin(run).values()]
+    ):
         first, *others = same
         for other in others:
             if other.config.mesh != first.config.mesh:
@@ -212,7 +228,7 @@ def precision(config: Config) -> str:
 
 
 def largest_difference(first: list[Record], other: list[Record], key: str) -> float | None:
-    """max over common steps of |a − b| / |a|; None without a common step or with a value that is not finite."""
+    """max over common steps of |a − b| / |a|; None without one, or with a value that is not finite."""
     before = {step["step"]: number(step[key]) for step in first}
     pairs = [(before[step["step"]], number(step[key])) for step in other if step["step"] in before]
     if not pairs:

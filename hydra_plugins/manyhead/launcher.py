@@ -12,15 +12,15 @@ from omegaconf import DictConfig
 
 
 class LocalLauncher(Launcher):
-    """Hands the jobs of a sweep to `src.launchers.sweep`; a code other than 0 ends the process with it (EXIT-2)."""
+    """Hands the jobs of a sweep to `src.launchers.sweep`; a code other than 0 ends the process (EXIT-2)."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what composition needs; the task function is not called here, for jobs are processes (HYD-11)."""
+        """Keep what composition needs; the task function is never called, for jobs are processes (HYD-11)."""
         self.hydra_context = hydra_context
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run all jobs and return one completed record each; raises SystemExit with the sweep's code if not 0."""
+        """Run all jobs and return a record of each; raises SystemExit with the sweep's code if not 0."""
         from src.launchers.sweep import run_sweep
 
         overrides = [list(job) for job in job_overrides]

@@ -37,12 +37,13 @@ class Progress:
 
     def read(self) -> Iterator[Record]:
         """Take in the steps that were written since the last call, one at a time."""
-        for self.last in parse(self._reader.new_lines()):
+        for record in parse(self._reader.new_lines()):
+            self.last = record
             for values, key in ((self._times, "step_time"), (self._speeds, "tokens_per_s")):
-                value = number(self.last.get(key))
+                value = number(record.get(key))
                 if value is not None:
                     values.append(value)
-            yield self.last
+            yield record
 
     @property
     def step(self) -> int:
@@ -62,7 +63,7 @@ class Progress:
         return (self.total - self.step) * sum(self._times) / len(self._times)
 
     def words(self, wide: bool) -> str:
-        """Step, loss, learning rate, tokens per second and time left; with their names where there is room."""
+        """Loss, learning rate, tokens per second and time left; with their names where there is room."""
         loss, rate, left = number(self.last.get("loss")), number(self.last.get("lr")), self.left
         eta = "-:--" if left is None else clock(left)
         if wide:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 from src.launchers.console import clock
@@ -16,7 +17,7 @@ SAMPLE = 240
 
 
 def closing_screen(run: Path, overrides: list[str]) -> str:
-    """Time, steps, tokens, directory; held-out loss, loss curve, expert load, a sample and three next commands."""
+    """Steps, tokens, time; held-out loss, loss curve, expert load, a sample and three next commands."""
     steps = read_steps(run / "metrics.jsonl")
     evaluations = read_steps(run / "evaluation.jsonl")
     samples = read_samples(run / "samples.jsonl")
@@ -72,7 +73,9 @@ def loads(last: Record) -> list[str]:
     for layer, load in sorted(layers.items(), key=lambda item: int(item[0])):
         shares = [number(share) or 0.0 for share in load["load"]]
         ratio, dead = number(load["max_over_mean"]), load["dead"]
-        lines.append(f"layer {layer:<3} {strip(shrink(shares, WIDTH), low=0.0)} max/mean {ratio:.2f}, {dead} dead")
+        lines.append(
+            f"layer {layer:<3} {strip(shrink(shares, WIDTH), low=0.0)} max/mean {ratio:.2f}, {dead} dead"
+        )
     return lines
 
 
@@ -91,7 +94,7 @@ def shrink(values: list[float], width: int) -> list[float]:
     if len(values) <= width:
         return values
     edges = [len(values) * k // width for k in range(width + 1)]
-    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [values[a:b] for a, b in pairwise(edges)]
     return [sum(part) / len(part) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""What the launching process says: lines on stdout and in `RUN/launcher.log`, one per phase with its time (LOG-6)."""
+"""What the launching process says, on stdout and in `RUN/launcher.log`: a timed line per phase (LOG-6)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Console:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
-        """Time a phase and say so at its end; what the body appends to the list it gets becomes part of the line."""
+        """Time a phase and say so at its end, with the words that the body appends to the list it gets."""
         words: list[str] = []
         started = time.monotonic()
         yield words

@@ -17,9 +17,18 @@ from src.code_identity import CHECKOUT, package_version
 from src.config import Config
 from src.errors import Problem, UserError
 
-INHERITED = "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK NPROC_PER_NODE".split()
-"""Taken out of the environment before ranks start: an outer launcher's numbers are not this launch's (AGENT-1)."""
-KNOWN = "MANYHEAD_SPLIT_SEED MANYHEAD_COMMIT MANYHEAD_ATTEMPT".split()
+INHERITED = [
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "NPROC_PER_NODE",
+]
+"""Taken out before ranks start: an outer launcher's numbers are not this launch's (AGENT-1)."""
+KNOWN = ["MANYHEAD_SPLIT_SEED", "MANYHEAD_COMMIT", "MANYHEAD_ATTEMPT"]
 """Variables of ours; another name that begins so is a typo (ENV-5)."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
@@ -97,19 +106,34 @@ def loopback(setting: Setting) -> str | None:
 
 ALL, GPU = ("cpu", "cuda", "rocm"), ("cuda", "rocm")
 TABLE = (
-    Row("OMP_NUM_THREADS", lambda s: str(s.threads), "int", ALL, "cores divided by ranks; torchrun would set 1"),
+    Row(
+        "OMP_NUM_THREADS",
+        lambda s: str(s.threads),
+        "int",
+        ALL,
+        "cores divided by ranks; torchrun would set 1",
+    ),
     Row("OMP_WAIT_POLICY", wait_policy, "text", ("cpu",), "spinning threads slow each other 3 to 17 times"),
     Row("GLOO_SOCKET_IFNAME", loopback, "text", ALL, "ranks of one machine meet on the loopback device"),
     Row("NCCL_SOCKET_IFNAME", loopback, "text", GPU, "as for gloo: a device name, never an address"),
     Row("CUDA_DEVICE_MAX_CONNECTIONS", connections, "int", GPU, "launch order of communication and compute"),
     Row("TORCH_NCCL_HIGH_PRIORITY", fixed("1"), "bool", GPU, "communication streams go first"),
     Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", fixed("1"), "bool", GPU, "a dead peer ends the job"),
-    Row("PYTORCH_ALLOC_CONF", fixed("expandable_segments:True"), "text", ("cuda",), "fragmentation by routing"),
+    Row(
+        "PYTORCH_ALLOC_CONF", fixed("expandable_segments:True"), "text", ("cuda",), "fragmentation by routing"
+    ),
     Row("HSA_NO_SCRATCH_RECLAIM", fixed("1"), "bool", ("rocm",), "crashes of MoE kernels"),
     Row("HSA_ENABLE_SDMA", fixed("1"), "bool", ("rocm",), "copy engines"),
     Row("GPU_MAX_HW_QUEUES", fixed("2"), "int", ("rocm",), "queues of communication and compute"),
     Row("HSA_KERNARG_POOL_SIZE", fixed("12582912"), "int", ("rocm",), "an MoE step has many kernels"),
-    Row("CUBLAS_WORKSPACE_CONFIG", when_bitwise(":4096:8"), "text", ("cuda",), "reproducible products", "determinism"),
+    Row(
+        "CUBLAS_WORKSPACE_CONFIG",
+        when_bitwise(":4096:8"),
+        "text",
+        ("cuda",),
+        "reproducible products",
+        "determinism",
+    ),
     Row("NCCL_ALGO", when_bitwise("Ring"), "text", GPU, "one order of summation", "determinism"),
     Row("ROCBLAS_DEFAULT_ATOMICS_MODE", when_bitwise("0"), "bool", ("rocm",), "no atomics", "determinism"),
     Row("PYTHONHASHSEED", when_bitwise("0"), "int", ALL, "one order of sets", "determinism"),
@@ -149,7 +173,10 @@ def rank_environment(setting: Setting, shell: Mapping[str, str]) -> Environment:
         ("platform", {row.name: row.rule(setting) for row in rows if row.source == "platform"}),
         ("determinism", {row.name: row.rule(setting) for row in rows if row.source == "determinism"}),
         ("env", setting.config.env),
-        ("shell", {row.name: shell.get(row.name) for row in rows} | {n: shell.get(n) for n in setting.config.env}),
+        (
+            "shell",
+            {row.name: shell.get(row.name) for row in rows} | {n: shell.get(n) for n in setting.config.env},
+        ),
     ]
     for origin, layer in layers:
         for name, value in layer.items():
@@ -191,7 +218,7 @@ def cores() -> int:
 
 
 def cache_root(config: Config) -> tuple[Path, str | None]:
-    """Directory of the compiler caches for these versions, and a warning where it is not the usual one (CACHE).
+    """Directory of the compiler caches, by versions, and a warning where it is not the usual one (CACHE).
 
     Raises:
         UserError: `paths.cache` is set and not writable (3).
@@ -199,7 +226,9 @@ def cache_root(config: Config) -> tuple[Path, str | None]:
     stamp = f"{machine.machine()}-{package_version('torch')}-{package_version('triton')}"
     if config.paths.cache is not None:
         if not is_writable(Path(config.paths.cache)):
-            raise UserError(f"paths.cache={config.paths.cache} is not writable; type another directory", code=3)
+            raise UserError(
+                f"paths.cache={config.paths.cache} is not writable; type another directory", code=3
+            )
         return Path(config.paths.cache) / stamp, None
     local = Path(f"/var/tmp/manyhead-{os.getuid()}")
     if is_writable(local):

@@ -30,7 +30,9 @@ from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.watch import Ended, Interrupted, Signals, Watcher
 from src.machine import find_machine
-from src.runs import Claim, Status
+from src.report_facts import overrides_text
+from src.runs import Claim
+from src.status import Status, last_step
 
 
 @dataclass
@@ -94,14 +96,15 @@ def find_and_run(launch: Launch) -> int:
 def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, key: str | None) -> int:
     """One attempt at the run: prepare, write its papers, run the ranks, settle `status.json`, report."""
     status = Status("running", taken.attempt, config_digest(launch.config))
-    if launch.config.mesh.world > 1:
-        import_torch_early()
+    importing = import_agent_early() if launch.config.mesh.world > 1 else None
     try:
         prepare_data(launch)
         environment = describe_environment(launch)
         runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
         log_files(launch, taken.path)
         status.write(taken.path)
+        if importing is not None:
+            importing.join()
         ended = run_ranks(launch, taken, environment)
         settle(status, taken.path, ended)
     except UserError as error:
@@ -121,13 +124,15 @@ def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, ke
     return status.exit_code
 
 
-def import_torch_early() -> None:
-    """Import the elastic agent in a thread while data and papers are prepared; it is the slowest part of a start."""
+def import_agent_early() -> threading.Thread:
+    """Import the elastic agent, the slowest part of a start, in a thread while data is prepared."""
 
     def work() -> None:
         import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 def prepare_data(launch: Launch) -> None:
@@ -163,7 +168,7 @@ def papers(
     """The files that describe an attempt, by name (RUN)."""
     return {
         "config.yaml": dump_config(launch.config),
-        "overrides.yaml": "".join(f"- {json.dumps(override)}\n" for override in launch.overrides) or "[]\n",
+        "overrides.yaml": overrides_text(launch.overrides),
         "plan.json": json.dumps(plan.json(), indent=2) + "\n",
         "env.json": json.dumps(environment.json(), indent=2) + "\n",
         "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
@@ -189,7 +194,7 @@ def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
 
 def settle(status: Status, run: Path, ended: Ended) -> None:
     """State, code and reason of an attempt whose ranks have ended."""
-    status.last_step = runs.last_step(run)
+    status.last_step = last_step(run)
     status.signal = ended.signal
     failure = first_failure(run / "control", ended.codes, ended.killed)
     if failure is None and (run / "control" / "requeue").exists():
@@ -224,7 +229,9 @@ def finish(launch: Launch, run: Path, status: Status) -> None:
     if status.state == "done":
         console.line(closing_screen(run, launch.overrides))
     elif status.state == "stopped":
-        console.line(f"stopped after step {status.last_step}, state saved; the same command goes on from there")
+        console.line(
+            f"stopped after step {status.last_step}, state saved; the same command goes on from there"
+        )
     else:
         reason = status.reason or {}
         rank = "" if status.first_failing_rank is None else f" on rank {status.first_failing_rank}"

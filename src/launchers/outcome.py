@@ -1,4 +1,4 @@
-"""How a run ended: the first failure among its ranks, and what `status.json` and the exit code say of it (EXIT)."""
+"""How a run ended: the first failure among its ranks and the exit code it gives (AGENT-4, EXIT)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from src.records import Record, read_json
 
 FROM_A_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?peer|gloo/transport|socket"
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo/transport|socket"
     r"|NCCL|remote process exited|timed out waiting|DistBackendError|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
@@ -44,7 +44,7 @@ def is_from_a_peer(record: Record) -> bool:
 
 
 def first_record(records: list[Record]) -> Record | None:
-    """The earliest record that is a cause; else, or where the causes came much later, the earliest of all (AGENT-4)."""
+    """The earliest record that is a cause; if none came within `YIELDS`, the earliest of all (AGENT-4)."""
     if not records:
         return None
     near = [record for record in records if float(record["time"]) <= float(records[0]["time"]) + YIELDS]

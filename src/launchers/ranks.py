@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WORKER = "src.trainer.worker"
 REDIRECT = 'exec >>"$0/ranks/rank_$(printf %05d "$RANK").log" 2>&1; exec "$@"'
-"""Appends a rank's output to its log, whoever starts it; the shell becomes the rank and leaves no process behind."""
+"""Appends a rank's output to its log, whoever starts it; the shell becomes the rank."""
 POLL = 0.1
 """Seconds between looks of the agent at its ranks."""
 
@@ -34,7 +34,7 @@ class Ranks(Protocol):
     """Running ranks."""
 
     def codes(self) -> dict[int, int] | None:
-        """Exit code of each rank in the order in which their ends were noticed (−n: signal n); None while any runs."""
+        """Exit code of each rank (−n: signal n) in the order of their ends; None while any runs."""
 
     def pids(self) -> list[int]:
         """Process ids of the ranks that were started."""
@@ -44,13 +44,13 @@ class Ranks(Protocol):
 
 
 def rank_command(run: Path, worker: str) -> list[str]:
-    """The command of every rank; which one it is stands in its environment, and only the directory travels (PLAN-3)."""
-    return ["/bin/sh", "-c", REDIRECT, str(run), sys.executable, "-m", worker, str(run)]
+    """The command of every rank: its number is in the environment, only the directory travels (PLAN-3)."""
+    return ["/bin/sh", "-c", REDIRECT, str(run), sys.executable, "-P", "-m", worker, str(run)]
 
 
 @contextmanager
 def applied(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment with `variables`, without an outer launcher's numbers; put back on the way out."""
+    """The environment with `variables` and without an outer launcher's numbers; put back on the way out."""
     before = dict(os.environ)
     for name in INHERITED:
         os.environ.pop(name, None)
@@ -89,7 +89,7 @@ class LoneRank:
 
 
 class ElasticRanks:
-    """Ranks under PyTorch's elastic agent: loopback rendezvous on a port that its store binds (LOCAL-1), no restarts."""
+    """Ranks under PyTorch's elastic agent, without restarts, on a port that its store binds (LOCAL-1)."""
 
     def __init__(self, command: list[str], world: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="manyhead-agent-")
@@ -127,7 +127,7 @@ class ElasticRanks:
 
 
 def make_agent(command: list[str], world: int, log_dir: str) -> LocalElasticAgent:
-    """The agent of `torchrun`, one node, but with codes kept (ELA-1) and the rendezvous on the loopback address."""
+    """The agent that `torchrun` uses, with codes kept (ELA-1) and a rendezvous on the loopback device."""
     import logging
 
     from torch.distributed.elastic.agent.server.api import WorkerSpec

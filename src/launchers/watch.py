@@ -1,4 +1,4 @@
-"""Watching running ranks: progress, the console, stop requests, the first failure (RANK-2, LOCAL-2, AGENT-3)."""
+"""Watching ranks: progress, console, stop requests, the first failure (RANK-2, LOCAL-2, AGENT-3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOK = 0.1
 SETTLE = 1.0
 """Seconds after the first error record in which an earlier cause may still be written."""
 ALONE = 10.0
-"""Seconds after the first error record in which the other ranks end by themselves; then they are killed (ELA-4)."""
+"""Seconds after the first error in which the other ranks end by themselves, before they are killed (ELA-4)."""
 
 
 class Interrupted(BaseException):
@@ -96,7 +96,7 @@ class Watcher:
         self._shown = self._killed = False
 
     def watch(self, start: Callable[[], Ranks]) -> Ended:
-        """Return when all ranks have ended; signals ask them to save, a second one or too long a wait kills them."""
+        """Return when all ranks have ended; a signal asks them to save, a second or too long a wait kills."""
         with self._signals.collected(), Display(self._console) as display:
             ranks = start()
             while True:
@@ -130,7 +130,12 @@ class Watcher:
             self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
         overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
         if len(came) > 1 or overdue:
-            self._kill(ranks, "a second signal" if len(came) > 1 else f"launcher.grace={self._config.launcher.grace} is over")
+            self._kill(
+                ranks,
+                "a second signal"
+                if len(came) > 1
+                else f"launcher.grace={self._config.launcher.grace} is over",
+            )
 
     def _look_for_errors(self, ranks: Ranks, over: bool) -> None:
         records = error_records(self._run / "control")

@@ -35,6 +35,17 @@ def line(step: int, attempt: int) -> str:
     return json.dumps(record) + "\n"
 
 
+def meet(run: Path, step: int) -> None:
+    """Wait for all ranks, as a collective does, and fail as one does when a rank stays away."""
+    (run / "control" / f"at.{RANK}.{step}").touch()
+    started = time.monotonic()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        while not (run / "control" / f"at.{rank}.{step}").exists():
+            time.sleep(0.01)
+            if time.monotonic() - started > float(os.environ.get("FAKE_PATIENCE", "5")):
+                raise ConnectionError("Connection closed by peer")
+
+
 def failing(how: str) -> None:
     if how.startswith("exit"):
         sys.stdout.flush()
@@ -52,6 +63,7 @@ def train(run: Path) -> None:
     how, _, at = how.partition("@")
     print(f"rank {RANK} threads {os.environ['OMP_NUM_THREADS']} from step {first}", flush=True)
     for step in range(first, steps + 1):
+        meet(run, step)
         time.sleep(float(os.environ.get("FAKE_SLEEP", "0.01")))
         if rank == str(RANK) and step == int(at or 1):
             failing(how)

@@ -1,4 +1,4 @@
-"""A launching process for tests: `python -m tests.launchers.launching OVERRIDE…`, with ranks that train nothing."""
+"""`python -m tests.launchers.launching OVERRIDE…`: a launching process whose ranks train nothing."""
 
 from __future__ import annotations
 

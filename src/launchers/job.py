@@ -1,0 +1,30 @@
+"""One job of a sweep, in a process of its own: `python -m src.launchers.job FOLDER`.
+
+The folder holds the job's `config.yaml` and `overrides.yaml`, which the sweep composed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from src.compose import load_config
+from src.launchers.launch import run_one
+from src.launchers.ranks import WORKER
+from src.report_facts import override_list
+
+
+def main() -> int:
+    """Launch the job and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="jobs of the sweep side by side")
+    parser.add_argument("--worker", default=WORKER, help="module that a rank runs")
+    arguments = parser.parse_args()
+    config = load_config(arguments.folder / "config.yaml")
+    overrides = override_list(arguments.folder / "overrides.yaml")
+    return run_one(config, overrides, arguments.worker, arguments.jobs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

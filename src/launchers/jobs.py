@@ -1,0 +1,195 @@
+"""The jobs of a sweep: their names, their data, and a process for each (SWEEP-2, SWEEP-5, SWEEP-9)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from src.code_identity import CHECKOUT
+from src.compose import dump_config
+from src.config import Config
+from src.errors import UserError
+from src.launchers.bar import Progress
+from src.launchers.outcome import exit_code
+from src.launchers.ranks import applied
+from src.naming import job_name, sweep_name
+from src.report_facts import overrides_text
+from src.status import read_status
+from src.trainer.data.keys import data_key
+
+ENDED = ("done", "stopped", "failed", "cancelled")
+"""States that a job does not leave."""
+
+
+@dataclass
+class Job:
+    """One item of a sweep."""
+
+    config: Config
+    """With `sweep.name`, `sweep.job` and `sweep.index` set."""
+    overrides: list[str]
+    swept: dict[str, str]
+    """The swept keys with this job's values."""
+    data_key: str | None
+    path: Path | None = None
+    """The run directory, once it is known."""
+    state: str = "queued"
+    """`queued`, `running`, or one of ENDED."""
+    code: int | None = None
+    reason: str | None = None
+    devices: list[str] | None = None
+    """The GPUs it has while it runs; None on a CPU."""
+    process: subprocess.Popen[bytes] | None = None
+    folder: Path | None = None
+    progress: Progress | None = None
+    started: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Its directory's name below the sweep's."""
+        assert self.config.sweep.job is not None
+        return self.config.sweep.job
+
+    def end(self, state: str, code: int | None, reason: str | None = None) -> None:
+        """Settle how it ended."""
+        self.state, self.code, self.reason = state, code, reason
+
+
+def swept_places(overrides: Sequence[Sequence[str]]) -> list[int]:
+    """Places in the jobs' overrides where the jobs differ; all places where there is one job only."""
+    places = range(len(overrides[0]))
+    return [k for k in places if len({job[k] for job in overrides}) > 1] or list(places)
+
+
+def make_jobs(
+    configs: Sequence[Config], overrides: Sequence[Sequence[str]], typed: Sequence[str]
+) -> list[Job]:
+    """Name the jobs of a sweep.
+
+    Args:
+        configs: as composed, in sweep order.
+        overrides: of each job, all of the same keys in the same order.
+        typed: the sweep's overrides as they stood on the command line.
+    """
+    places = swept_places(overrides)
+    keys = {key_of(overrides[0][k]) for k in places}
+    name = sweep_name(configs[0], [text for text in typed if key_of(text) in keys])
+    jobs = []
+    for index, (config, mine) in enumerate(zip(configs, overrides, strict=True)):
+        pairs = [mine[k] for k in places]
+        sweep = replace(config.sweep, name=name, job=job_name(pairs), index=index)
+        named = replace(config, sweep=sweep)
+        swept = {key_of(pair): pair.partition("=")[2] for pair in pairs}
+        jobs.append(Job(named, list(mine), swept, data_key(config)))
+    return jobs
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without `+`."""
+    return override.lstrip("+").partition("=")[0]
+
+
+def start_job(job: Job, scratch: Path, beside: int, worker: str) -> None:
+    """Start a job's launching process in a session of its own; its output goes to a file in `scratch`.
+
+    Args:
+        job: a queued job.
+        scratch: directory of this sweep's temporary files.
+        beside: jobs that share the machine, this one included.
+        worker: module that a rank runs.
+    """
+    job.folder = scratch / job.name
+    job.folder.mkdir(exist_ok=True)
+    (job.folder / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
+    (job.folder / "overrides.yaml").write_text(overrides_text(job.overrides), encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "src.launchers.job", str(job.folder)]
+    command += ["--jobs", str(beside), "--worker", worker]
+    path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    devices = {} if job.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(job.devices)}
+    with applied({"PYTHONPATH": path, **devices}), (job.folder / "output").open("wb") as output:
+        job.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    assert job.path is not None
+    job.progress = Progress(job.path / "metrics.jsonl", job.config.max_steps, resumed=True)
+    job.state, job.started = "running", time.monotonic()
+
+
+def look_at(job: Job) -> bool:
+    """Settle a running job whose process has ended; True if it has."""
+    assert job.process is not None
+    code = job.process.poll()
+    if code is None:
+        return False
+    code = exit_code(code)
+    status = (read_status(job.path) if job.path else None) or {}
+    reason = status.get("reason") or {}
+    if code == 0:
+        job.end("done", 0)
+    elif status.get("state") == "stopped" and status.get("exit_code") == code:
+        job.end("stopped", code)
+    elif status.get("exit_code") == code and reason:
+        job.end("failed", code, f"{reason.get('type')}: {reason.get('message')}")
+    else:
+        job.end("failed", code, last_line(job))
+    return True
+
+
+def last_line(job: Job) -> str:
+    """The last thing a job said, for one that left no status."""
+    assert job.folder is not None
+    lines = (job.folder / "output").read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "ended without a word")
+
+
+def signal_job(job: Job, number: int) -> None:
+    """Pass a stop signal on; the job saves at the first and kills its ranks at the second."""
+    if job.process is not None and job.process.poll() is None:
+        with suppress(ProcessLookupError):
+            job.process.send_signal(signal.Signals(number))
+
+
+def prepare_data(
+    jobs: Sequence[Job], parallel: int, report: Callable[[str], None]
+) -> dict[str, Future[None]]:
+    """Start to build each data key of the jobs once, at most `parallel` at a time; a job waits for its own.
+
+    The threads are daemons: an interrupted sweep does not wait for them.
+    """
+    gate = threading.Semaphore(parallel)
+    futures: dict[str, Future[None]] = {}
+
+    def work(config: Config, future: Future[None]) -> None:
+        from src.trainer.data.prepare import prepare
+
+        with gate:
+            try:
+                prepared = prepare(config, report)
+                report(f"data       {'built' if prepared.built else 'found'} {prepared.path}")
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+
+    for job in jobs:
+        if job.data_key is not None and job.data_key not in futures:
+            futures[job.data_key] = Future()
+            threading.Thread(target=work, args=(job.config, futures[job.data_key]), daemon=True).start()
+    return futures
+
+
+def data_failure(future: Future[None] | None) -> tuple[int, str] | None:
+    """Exit code and reason of a failed preparation; None if it did not fail."""
+    error = future.exception() if future is not None and future.done() else None
+    if error is None:
+        return None
+    code = error.code if isinstance(error, UserError) else 4
+    return code, f"{type(error).__name__}: {error}"
