@@ -1,4 +1,4 @@
-"""A backend without a model: a few tensors, one of them a stack of experts, cut over parts in any way.
+"""A backend without a computation: the tensors of a small model, cut over parts in any way.
 
 Its values are a function of the canonical name alone: what any layout saved can be checked without it.
 """
@@ -8,21 +8,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from src.config import Config, MeshConfig
+from src.models import names
 from src.models.schema import DeepseekV2Config
+from src.trainer.checkpoint.contents import Backend
 from src.trainer.runtime import Runtime, join
+from tests.models.odd import deepseek_v2
 
-EXPERTS, F, D = 6, 3, 5
-PLAIN = {
-    "model.embed_tokens.weight": (11, D),
-    "model.layers.1.mlp.gate.weight": (EXPERTS, D),
-    "model.norm.weight": (D,),
-}
+EXPERTS = 6
+MODEL = deepseek_v2(num_layers=2, num_experts=EXPERTS, num_groups=3, vocab_size=31, hidden_size=5)
 STACK = "model.layers.1.mlp.experts"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,7 +30,7 @@ class Entry:
     """As the engine's."""
 
     shape: tuple[int, ...]
-    pieces: list[tuple[tuple[int, ...], Tensor]]
+    parts: list[tuple[tuple[int, ...], Tensor]]
 
 
 def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -42,95 +40,74 @@ def value(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def canonical() -> dict[str, tuple[int, ...]]:
     """Canonical names of the parameters and their shapes."""
-    names: dict[str, tuple[int, ...]] = dict(PLAIN)
-    for expert in range(EXPERTS):
-        names |= {f"{STACK}.{expert}.{p}_proj.weight": (F, D) for p in ("gate", "up")}
-        names[f"{STACK}.{expert}.down_proj.weight"] = (D, F)
-    return names
+    return {name: entry.shape for name, entry in names.canonical(MODEL).items()}
 
 
 class Fake:
-    """Part `part` of `parts`: rows of each tensor in chunks by ceiling, as FSDP2 cuts dimension 0."""
+    """The whole model in one process."""
 
-    def __init__(self, part: int = 0, parts: int = 1) -> None:
-        self._part, self._parts = part, parts
-        shapes = {**PLAIN, f"{STACK}.gate_up": (EXPERTS, 2 * F, D), f"{STACK}.down": (EXPERTS, D, F)}
-        self._spans = {name: self._span(shape[0]) for name, shape in shapes.items()}
-        self.parameters = {
-            name: torch.zeros(self._spans[name].stop - self._spans[name].start, *shape[1:])
-            for name, shape in shapes.items()
-        }
-        self.extra = {"balance.f.1": torch.zeros(EXPERTS)}
-
-    def _span(self, rows: int) -> slice:
-        height = -(-rows // self._parts)
-        return slice(min(rows, self._part * height), min(rows, (self._part + 1) * height))
+    def __init__(self) -> None:
+        self.parameters = {name: torch.zeros(shape) for name, shape in names.parameters(MODEL).items()}
+        self.extra = {"balance.load.1": torch.zeros(EXPERTS)}
 
     def local_entries(self, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-        """Boxes of the plain tensors, and one box per expert and projection."""
-        entries: dict[str, Entry] = {}
-        for name, tensor in tensors.items():
-            span = self._spans[name]
-            if name in PLAIN:
-                start = (span.start, *[0] * (tensor.dim() - 1))
-                entries[name] = Entry(PLAIN[name], [(start, tensor)])
-                continue
-            for row, expert in enumerate(range(span.start, span.stop)):
-                for projection, view in _projections(name, tensor[row]).items():
-                    full = f"{STACK}.{expert}.{projection}_proj.weight"
-                    entries[full] = Entry(tuple(view.shape), [((0, 0), view)])
+        """Every entry, whole: a tensor, an expert's matrix in a stack, or rows of one."""
+        entries = {}
+        for name, entry in names.canonical(MODEL).items():
+            view = tensors[entry.parameter]
+            view = view if entry.expert is None else view[entry.expert]
+            view = view if entry.rows is None else view[entry.rows]
+            entries[name] = Entry(entry.shape, [((0,) * view.dim(), view)])
         return entries
 
     def extra_state(self) -> dict[str, Tensor]:
         """One count per expert."""
         return self.extra
 
+    def load_extra_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy them in."""
+        for name, tensor in self.extra.items():
+            tensor.copy_(tensors[name])
+
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Zeros, shaped like the parameters."""
         return {m: {n: torch.zeros_like(t) for n, t in self.parameters.items()} for m in MOMENTS}
 
 
-def _projections(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    return {"gate": matrix[:F], "up": matrix[F:]} if name.endswith("gate_up") else {"down": matrix}
-
-
-def _boxes(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Saved name, local view and the value it should have, for every box that the fake holds."""
-    for suffix, tensors in (("", fake.parameters), *((f"::{m}", t) for m, t in moments.items())):
-        for name, entry in fake.local_entries(tensors).items():
+def _boxes(
+    backend: Backend, moments: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Saved name, local view and the value it should have, for every box that this rank holds."""
+    for suffix, tensors in (("", backend.parameters), *((f"::{m}", t) for m, t in moments.items())):
+        for name, entry in backend.local_entries(tensors).items():
             whole = value(name + suffix, entry.shape)
-            for offsets, view in entry.pieces:
+            for offsets, view in entry.parts:
                 span = tuple(slice(o, o + s) for o, s in zip(offsets, view.shape, strict=True))
                 yield name + suffix, view, whole[span]
-    for name, tensor in fake.extra.items():
+    for name, tensor in backend.extra_state().items():
         yield f"extra.{name}", tensor, value(f"extra.{name}", tuple(tensor.shape))
 
 
-def fill(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> None:
+def fill(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> None:
     """Give every tensor the value of its name, times `factor`."""
-    for _, view, wanted in _boxes(fake, moments):
+    for _, view, wanted in _boxes(backend, moments):
         view.copy_(wanted * factor)
 
 
-def wrong(fake: Fake, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> list[str]:
+def wrong(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]], factor: float = 1) -> list[str]:
     """Names whose tensors do not have the value of their name, times `factor`."""
-    return [name for name, view, wanted in _boxes(fake, moments) if not torch.equal(view, wanted * factor)]
+    return [name for name, view, wanted in _boxes(backend, moments) if not torch.equal(view, wanted * factor)]
 
 
-def config(**changes: object) -> Config:
-    """A config; its model is not that of the fake, which nothing here looks at."""
-    settings = Config(model=DeepseekV2Config(family="deepseek_v2", name="deepseek_v2", vocab_size=97))
+def config(model: DeepseekV2Config = MODEL, **changes: object) -> Config:
+    """A config with fields replaced: `seed=1`, `data__allow_change=True`."""
+    settings = Config(model=model)
     for key, new in changes.items():
-        group, _, leaf = key.partition("__")
-        setattr(getattr(settings, group), leaf, new) if leaf else setattr(settings, group, new)
+        group, _, leaf = key.rpartition("__")
+        setattr(getattr(settings, group) if group else settings, leaf, new)
     return settings
 
 
 def alone() -> Runtime:
     """One rank without a process group."""
     return join(MeshConfig(), 0, 0, torch.device("cpu"))
-
-
-def data_files(checkpoint: Path) -> list[Path]:
-    """Files of tensors in a checkpoint."""
-    return sorted(checkpoint.glob("*.distcp"))

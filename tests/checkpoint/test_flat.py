@@ -28,10 +28,10 @@ def test_flat_ckpt_13(
     path, out = save_step(tmp_path, 1), tmp_path / "out.safetensors"
     monkeypatch.setattr(flat_module, "BATCH", 100)
     assert main(["flat", str(path), str(out)]) == 0
-    assert "64 tensors of step 1" in capsys.readouterr().out
+    assert f"{3 * len(canonical()) + 1} tensors of step 1" in capsys.readouterr().out
     tensors = load_file(out)
     names = {n + s: shape for n, shape in canonical().items() for s in ("", *(f"::{m}" for m in MOMENTS))}
-    assert set(tensors) == {*names, "extra.balance.f.1"}
+    assert set(tensors) == {*names, "extra.balance.load.1"}
     for name, shape in names.items():
         assert torch.equal(tensors[name], value(name, shape)), name
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [out.name]
@@ -61,7 +61,7 @@ def test_init_from_is_bitwise_ckpt_13(tmp_path: Path, kind: str) -> None:
         path = tmp_path / "out.safetensors"
     fake, initial = _init_from(path)
     assert initial == []
-    assert wrong(fake, {}) == ["extra.balance.f.1"]
+    assert wrong(fake, {}) == ["extra.balance.load.1"]
 
 
 def test_init_from_lists_what_stays_and_casts(tmp_path: Path) -> None:
@@ -78,12 +78,12 @@ def test_init_from_refuses_what_does_not_fit_ckpt_9(tmp_path: Path) -> None:
     """Other shapes and names the model has not come in one error, and nothing is read."""
     path, up = tmp_path / "other.safetensors", f"{STACK}.2.up_proj.weight"
     save_file(
-        {up: torch.ones(5, 3), "model.norm.weight": torch.ones(5), "extra_head.weight": torch.ones(2)}, path
+        {up: torch.ones(5, 9), "model.norm.weight": torch.ones(5), "extra_head.weight": torch.ones(2)}, path
     )
     with pytest.raises(UserError) as error:
         _init_from(path)
     assert error.value.code == 8
-    assert f"{up}: shape (5, 3) in the checkpoint, (3, 5) in the model" in str(error.value)
+    assert f"{up}: shape (5, 9) in the checkpoint, (9, 5) in the model" in str(error.value)
     assert "extra_head.weight: in the checkpoint, not in the model" in str(error.value)
 
 

@@ -25,7 +25,7 @@ class Entry(Protocol):
         ...
 
     @property
-    def pieces(self) -> Sequence[tuple[Sequence[int], Tensor]]:
+    def parts(self) -> Sequence[tuple[Sequence[int], Tensor]]:
         """Offsets in the whole tensor and a view of local memory, for each box that this rank holds."""
         ...
 
@@ -43,7 +43,11 @@ class Backend(Protocol):
         ...
 
     def extra_state(self) -> Mapping[str, Tensor]:
-        """Live tensors beside the parameters, by mesh-free names, whole on each rank that has them."""
+        """Small tensors beside the parameters, by mesh-free names, whole on each rank that has them."""
+        ...
+
+    def load_extra_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `extra_state` gave."""
         ...
 
 
@@ -63,7 +67,7 @@ def collect(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]]) -> di
 def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Shards]:
     shards = {}
     for name, entry in backend.local_entries(tensors).items():
-        boxes = [(tuple(offsets), view) for offsets, view in entry.pieces if view.numel()]
+        boxes = [(tuple(offsets), view) for offsets, view in entry.parts if view.numel()]
         if boxes:
             shards[name + suffix] = Shards(tuple(entry.shape), boxes)
     return shards
@@ -71,6 +75,11 @@ def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dic
 
 def _extra(backend: Backend) -> dict[str, Shards]:
     return {EXTRA + name: Shards.whole(tensor) for name, tensor in backend.extra_state().items()}
+
+
+def extra_state(tensors: Mapping[str, Shards]) -> dict[str, Tensor]:
+    """The tensors of the backend's extra state among those of `collect`, by its own names."""
+    return {n.removeprefix(EXTRA): s.boxes[0][1] for n, s in tensors.items() if n.startswith(EXTRA)}
 
 
 def moment_name(parameter: str, moment: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from src.config import Config
 from src.errors import Problem, UserError
 from src.trainer.checkpoint.compare import config_problems, tensor_problems
-from src.trainer.checkpoint.contents import Backend, collect
+from src.trainer.checkpoint.contents import Backend, collect, extra_state
 from src.trainer.checkpoint.directory import Found
 from src.trainer.checkpoint.shards import read
 from src.trainer.runtime import Runtime
@@ -41,4 +41,5 @@ def load(
         raise UserError([Problem("resume", f"{found.path} is not of this run"), *problems], code=8)
     saved = {name: shards for name, shards in tensors.items() if name in found.meta.tensors}
     read(found.path, saved, runtime)
+    backend.load_extra_state(extra_state(tensors))
     return found.meta.scalars

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from src.config import Config
 from src.digest import flatten, identity
+from src.models.names import canonical
 from src.trainer.checkpoint.agree import agree, everyone
-from src.trainer.checkpoint.contents import Backend, collect
+from src.trainer.checkpoint.contents import Backend, collect, is_weight
 from src.trainer.checkpoint.directory import META, FileInfo, Meta, TensorInfo, hidden_path, sha256, step_path
-from src.trainer.checkpoint.shards import write
+from src.trainer.checkpoint.shards import Written, write
 from src.trainer.runtime import Runtime
 
 POINTS = ("start", "staged", "item", "written", "hashed", "meta", "whole", "aside", "published", "end")
@@ -58,6 +59,7 @@ def save(
     agree(runtime, lambda: _empty(staging))
     hook("staged")
     written = write(staging, collect(backend, moments), runtime, hook)
+    _check_names(config, written)
     hook("written")
     files = everyone(runtime, lambda: {name: _fingerprint(staging / name) for name in written.files})
     hook("hashed")
@@ -77,6 +79,15 @@ def save(
     agree(runtime, lambda: publication.run(meta))
     hook("end")
     return target
+
+
+def _check_names(config: Config, written: Written) -> None:
+    """All ranks together hold the model's weights; one that names its own wrongly would lose them unseen."""
+    wanted = {name: entry.shape for name, entry in canonical(config.model).items()}
+    found = {name: shape for name, (shape, _) in written.tensors.items() if is_weight(name)}
+    if wanted != found:
+        odd = sorted({name for name, _ in wanted.items() ^ found.items()})
+        raise RuntimeError(f"{len(odd)} tensors are not those of the model, among them {odd[:3]}")
 
 
 def _empty(staging: Path) -> None:

@@ -1,0 +1,247 @@
+"""Any mesh to any mesh, with the real backend, in one world of four ranks (CKPT-2, CKPT-5, CKPT-11)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from src.config import Config, MeshConfig
+from src.trainer.checkpoint.directory import read_meta
+from src.trainer.runtime import Runtime, join
+
+MESHES = {
+    "single": {},
+    "ep2": {"ep": 2},
+    "dp2": {"dp": 2},
+    "rep2": {"rep": 2},
+    "pp2": {"pp": 2},
+    "pp2ep2": {"pp": 2, "ep": 2},
+    "dp4": {"dp": 4},
+}
+"""`dp4` puts 6 experts, and stacks of which no dimension divides, on 4 shards, the last one empty (ENG-2)."""
+
+
+def _config(mesh: str) -> Config:
+    from tests.checkpoint.fake import config
+
+    settings = config(mesh=MeshConfig(mesh, **MESHES[mesh]), balance__kind="global_batch_lagged")
+    settings.run_name = mesh
+    return settings
+
+
+class Member:
+    """A rank of a mesh with its backend and moments."""
+
+    def __init__(self, mesh: str, runtime: Runtime) -> None:
+        from src.trainer.backends.native import NativeBackend
+        from src.trainer.optimizer import Optimizer
+
+        self.config, self.runtime = _config(mesh), runtime
+        self.backend = NativeBackend.build(self.config, runtime)
+        self.moments = Optimizer(self.config.optimizer, self.backend.parameters, self.backend.specs).moments
+
+    def save(self, run: Path, step: int, hook: Callable[[str], None] = lambda point: None) -> None:
+        from src.trainer.checkpoint.save import save
+        from tests.checkpoint.fake import fill
+
+        fill(self.backend, self.moments, step)
+        save(self.config, run, 1, step, self.backend, self.moments, {"step": step}, self.runtime, "key", hook)
+
+    def load(self, run: Path) -> tuple[int, list[str]]:
+        """Step that is taken and names whose values are not its."""
+        from src.trainer.checkpoint.find import find
+        from src.trainer.checkpoint.load import load
+        from tests.checkpoint.fake import fill, wrong
+
+        fill(self.backend, self.moments, float("nan"))
+        found = find(self.config, run, self.runtime, self.backend)
+        assert found is not None
+        load(found, self.config, self.backend, self.moments, self.runtime, "key")
+        return found.step, wrong(self.backend, self.moments, found.step)
+
+    def init_from(self, path: Path) -> list[str]:
+        """Parameters that are not as saved at step 1 after starting from `path`."""
+        from src.trainer.checkpoint.weights import load_weights
+        from tests.checkpoint.fake import wrong
+
+        initial = load_weights(replace(self.config, init_from=str(path)), self.backend, self.runtime)
+        extra = [f"extra.{name}" for name in self.backend.extra_state()]
+        return initial + [name for name in wrong(self.backend, {}) if name not in extra]
+
+
+@contextmanager
+def group_of(ranks: int, store: Path) -> Iterator[tuple[int, int]]:
+    """Leave the world's process group for groups of `ranks` neighbours; gives group and rank in it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    place = divmod(rank, ranks)
+    try:
+        if ranks > 1:
+            init(place[1], ranks, Path(f"{store}.{ranks}.{place[0]}"))
+        yield place
+        if ranks > 1:
+            dist.destroy_process_group()
+    finally:
+        init(rank, world, Path(f"{store}.{ranks}.back"))
+
+
+def init(rank: int, world: int, store: Path) -> None:
+    """Join a gloo group by a file."""
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=world)
+
+
+def visit(directory: Path, name: str, work: Callable[[str, Member], Any]) -> dict[str, Any]:
+    """Do `work` on every mesh; ranks that a mesh has no use for do the same on another one meanwhile."""
+    results = {}
+    for ranks in (1, 2, 4):
+        meshes = [mesh for mesh, axes in MESHES.items() if MeshConfig(**axes).world == ranks]
+        with group_of(ranks, directory / f"store-{name}") as (group, rank):
+            for mesh in meshes[group :: 4 // ranks]:
+                runtime = join(_config(mesh).mesh, rank, rank, torch.device("cpu"))
+                results[mesh] = work(mesh, Member(mesh, runtime))
+    return results
+
+
+def save_all(directory: Path) -> None:
+    """Step 1 on every mesh, each in a run of its own; on some, what goes wrong on one rank alone."""
+
+    def work(mesh: str, member: Member) -> None:
+        member.save(directory / mesh, 1)
+        if mesh == "pp2":
+            member.save(directory / "damaged", 1)
+            member.save(directory / "damaged", 2)
+        if mesh == "ep2":
+            with pytest.raises(RuntimeError, match="disk full"):
+                member.save(directory / "ep2", 2, fail_on(1, member.runtime))
+            with (
+                number_experts_locally(member),
+                pytest.raises(RuntimeError, match=r"not those of the model.*experts\.3"),
+            ):
+                member.save(directory / "ep2", 3)
+        if mesh == "rep2":
+            with write_every_replica(), pytest.raises(RuntimeError, match="do not fill it"):
+                member.save(directory / "rep2", 2)
+
+    visit(directory, "save", work)
+
+
+def fail_on(rank: int, runtime: Runtime) -> Callable[[str], None]:
+    """A hook that fails while that rank writes."""
+
+    def hook(point: str) -> None:
+        if point == "item" and runtime.rank == rank:
+            raise OSError("disk full")
+
+    return hook
+
+
+@contextmanager
+def number_experts_locally(member: Member) -> Iterator[None]:
+    """Mutation: a rank names its experts by their place in its own stack, as one trainer did."""
+    from src.models.names import canonical
+
+    entries = member.backend.local_entries
+    shift = 3 * member.runtime.rank
+
+    def renamed(tensors: Any) -> Any:
+        found = {}
+        for name, entry in entries(tensors).items():
+            expert = canonical(member.config.model)[name].expert
+            found[name if expert is None else name.replace(f".{expert}.", f".{expert - shift}.")] = entry
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(member.backend, "local_entries", renamed)
+        yield
+
+
+@contextmanager
+def write_every_replica() -> Iterator[None]:
+    """Mutation: boxes are not left to the first rank that holds them."""
+    from src.trainer.checkpoint import shards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_first_holders", lambda plans: plans)
+        yield
+
+
+def load_all(directory: Path) -> dict[str, Any]:
+    """On every mesh: load what each mesh saved, start from a flat file and from another mesh's checkpoint."""
+
+    def work(mesh: str, member: Member) -> dict[str, Any]:
+        found = {saved: member.load(directory / saved) for saved in MESHES}
+        found["damaged"] = member.load(directory / "damaged")
+        found["flat"] = (1, member.init_from(directory / "pp2ep2.safetensors"))
+        found["checkpoint"] = (1, member.init_from(directory / "dp4" / "checkpoints" / "step-00000001"))
+        return found
+
+    return visit(directory, "load", work)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run per mesh, a run whose newest step is damaged on one rank, and flat files."""
+    from src.trainer.checkpoint.flat import flatten
+    from tests.distributed import world
+
+    directory = tmp_path_factory.mktemp("meshes")
+    world.run(4, save_all, directory)
+    for mesh in MESHES:
+        flatten(directory / mesh / "checkpoints" / "step-00000001", directory / f"{mesh}.safetensors")
+    shard = directory / "damaged" / "checkpoints" / "step-00000002" / "__1_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    return directory
+
+
+def test_files_depend_on_no_mesh_ckpt_13(saved: Path) -> None:
+    """CKPT-13, CKPT-1: flat files of all meshes are equal to the byte, so names and tensors are."""
+    first = (saved / "single.safetensors").read_bytes()
+    assert len(first) > 50_000
+    for mesh in MESHES:
+        assert (saved / f"{mesh}.safetensors").read_bytes() == first, mesh
+
+
+def test_every_rank_writes_its_own_and_replicas_nothing_ckpt_11(saved: Path) -> None:
+    """CKPT-11: a file per rank of a replica, none of a second replica, experts spread over their owners."""
+    writers = {"single": 1, "ep2": 2, "dp2": 2, "rep2": 1, "pp2": 2, "pp2ep2": 4, "dp4": 4}
+    for mesh, count in writers.items():
+        meta, _ = read_meta(saved / mesh / "checkpoints" / "step-00000001")
+        assert sorted(meta.files) == sorted(
+            [".metadata", *(f"__{rank}_0.distcp" for rank in range(count))]
+        ), mesh
+        if mesh in ("ep2", "dp2"):
+            sizes = [info.bytes for name, info in meta.files.items() if name != ".metadata"]
+            assert max(sizes) < 1.5 * min(sizes), (mesh, sizes)
+
+
+def test_a_failure_of_one_rank_fails_all_ckpt_4(saved: Path) -> None:
+    """CKPT-4: ep2's second save failed on one rank, was raised on both, and published nothing."""
+    hidden = [f".tmp-step-0000000{step}-1" for step in (2, 3)]
+    assert sorted(os.listdir(saved / "ep2" / "checkpoints")) == [*hidden, "step-00000001"]
+
+
+def test_any_mesh_to_any_mesh_ckpt_2(saved: Path) -> None:
+    """CKPT-2, CKPT-5, CKPT-13: all pairs bitwise; a step damaged for one rank is passed over by all."""
+    from tests.distributed import world
+
+    results = world.run(4, load_all, saved)
+    seen: set[str] = set()
+    for by_mesh in results:
+        for mesh, found in by_mesh.items():
+            seen.add(mesh)
+            for source, (step, bad) in found.items():
+                assert step == 1, (source, mesh)
+                assert bad == [], (source, mesh, bad[:3])
+    assert seen == set(MESHES)
