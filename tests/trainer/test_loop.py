@@ -1,0 +1,161 @@
+"""The loop in one process: resume, evaluation, stop, bad steps, what it writes."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from src.config import CheckpointConfig, DataConfig, EvaluationConfig, OptimizerConfig
+from src.errors import UserError
+from src.trainer import step as step_module
+from src.trainer.checkpoint.flat import flatten
+from tests.trainer.small import lines, run_here, small_config
+
+TRACE = ("loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
+LOG_1 = {
+    *("schema", "step", "attempt", "time", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "epoch"),
+    *("tokens_total", "samples_total", "skipped", "step_time", "data_time", "tokens_per_s", "mfu"),
+    *("mem_peak_bytes", "bubble_s", "moe"),
+}
+
+
+def trace(directory: Path) -> list[tuple[Any, ...]]:
+    return [tuple(line[k] for k in TRACE) for line in lines(directory)]
+
+
+def weights(directory: Path, step: int, out: Path) -> dict[str, torch.Tensor]:
+    flatten(directory / "checkpoints" / f"step-{step:08d}", out)
+    return load_file(out)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_metrics_have_every_key_of_log_1(tmp_path: Path) -> None:
+    """LOG-1, LOG-2: keys always present, tokens exact, loss near ln V at the first step."""
+    run_here(small_config(tmp_path), tmp_path / "run")
+    records = lines(tmp_path / "run")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert all(set(r) == LOG_1 for r in records)
+    assert records[0]["loss"] == pytest.approx(math.log(97), abs=0.1)
+    assert records[-1]["samples_total"] == 18
+    assert records[-1]["tokens_total"] == sum(r["tokens"] for r in records)
+    assert records[0]["tokens_per_s"] is None
+    assert records[-1]["tokens_per_s"] > 0
+    assert sum(records[0]["moe"]["layers"]["1"]["load"]) == pytest.approx(1, abs=1e-3)
+    assert set(records[0]["moe"]["layers"]) == {"1", "2"}
+
+
+def test_eight_steps_equal_four_and_four_bitwise(tmp_path: Path) -> None:
+    """CKPT-3, ORDER-2: a stopped run goes on with the same loss, norm, rate and weights, moments included."""
+    adamw = OptimizerConfig(kind="adamw", lr=0.02)
+    config = small_config(tmp_path, optimizer=adamw, max_steps=8)
+    assert run_here(config, tmp_path / "straight") is False
+    assert run_here(config, tmp_path / "halves", stop_after=3) is True
+    assert [line["step"] for line in lines(tmp_path / "halves")] == [1, 2, 3, 4]
+    assert run_here(config, tmp_path / "halves", attempt=2) is False
+    assert trace(tmp_path / "straight") == trace(tmp_path / "halves")
+    assert {line["attempt"] for line in lines(tmp_path / "halves")} == {1, 2}
+    one = weights(tmp_path / "straight", 8, tmp_path / "a.safetensors")
+    assert any(name.endswith("::exp_avg_sq") for name in one)
+    assert same(one, weights(tmp_path / "halves", 8, tmp_path / "b.safetensors"))
+
+
+def test_a_larger_max_steps_goes_on(tmp_path: Path) -> None:
+    """RUN-2, CFG-19: with a set horizon a longer run continues the same curve."""
+    config = small_config(tmp_path, max_steps=6)
+    config.lr_schedule.horizon = 6
+    run_here(config, tmp_path / "long")
+    short = replace(config, max_steps=3)
+    run_here(short, tmp_path / "parts")
+    run_here(config, tmp_path / "parts", attempt=2)
+    assert trace(tmp_path / "long") == trace(tmp_path / "parts")
+
+
+def test_evaluation_and_samples_change_no_bit(tmp_path: Path) -> None:
+    """EVAL-3, SAMPLE-1, EVAL-5: the trace with evaluation is bitwise that without."""
+    heldout = EvaluationConfig(name="heldout", every=2, samples=3)
+    run_here(small_config(tmp_path), tmp_path / "without")
+    run_here(small_config(tmp_path, evaluation=heldout), tmp_path / "with")
+    assert trace(tmp_path / "without") == trace(tmp_path / "with")
+    records = lines(tmp_path / "with", "evaluation.jsonl")
+    assert [r["step"] for r in records] == [0, 2, 4, 6]
+    assert records[0]["loss"] == pytest.approx(math.log(97), abs=0.1)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[0]["tokens"] == records[-1]["tokens"] > 0
+
+
+def test_a_bad_step_stops_the_run_with_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-27: exit 7 at the next flush; the weights are those before the bad step, though later ones were fine."""
+    config = small_config(tmp_path, max_steps=3)
+    run_here(config, tmp_path / "good")
+    runs: list[Any] = []
+
+    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        runs.append(run)
+        return judge(run, norm * float("nan") if run.step == 3 else norm)
+
+    monkeypatch.setattr(step_module, "judge", poisoned)
+    with pytest.raises(UserError, match="not finite at step 4, 5") as caught:
+        run_here(replace(config, max_steps=6, lr_schedule=replace(config.lr_schedule, horizon=3)), tmp_path / "bad")
+    assert caught.value.code == 7
+    good = weights(tmp_path / "good", 3, tmp_path / "good.safetensors")
+    bad = {name: p for name, p in runs[-1].backend.parameters.items() if name in good}
+    assert bad
+    assert all(torch.equal(good[name], p.detach()) for name, p in bad.items())
+
+
+def test_skip_goes_on_for_max_skips_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-27: `nonfinite=skip` leaves out at most `max_skips` steps in a row, the next bad one ends the run."""
+    bad_steps = {1, 2, 4}
+
+    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        return judge(run, norm * float("inf") if run.step in bad_steps else norm)
+
+    monkeypatch.setattr(step_module, "judge", poisoned)
+    config = small_config(tmp_path, nonfinite="skip", max_skips=2)
+    run_here(config, tmp_path / "two")
+    assert [line["skipped"] for line in lines(tmp_path / "two")] == [False, True, True, False, True, False]
+    bad_steps.add(3)
+    with pytest.raises(UserError, match="not finite at step 2, 3, 4, 5"):
+        run_here(config, tmp_path / "three")
+
+
+def test_data_change_is_refused_on_resume(tmp_path: Path) -> None:
+    """SEED table: another `split_seed` is other data, and a resume says so (exit 8)."""
+    config = small_config(tmp_path, checkpoint=CheckpointConfig(every=2))
+    run_here(config, tmp_path / "run")
+    other = replace(config, data=replace(config.data, split_seed=7), max_steps=8)
+    with pytest.raises(UserError) as caught:
+        run_here(other, tmp_path / "run", attempt=2)
+    assert caught.value.code == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "same_weights", "same_batches"),
+    [
+        ({"seed": 1}, False, False),
+        ({"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, shuffle_seed=5)}, True, False),
+        ({"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, split_seed=5)}, True, False),
+        ({"logger": None}, True, True),
+    ],
+)
+def test_seeds_are_separate(
+    tmp_path: Path, change: dict[str, Any], same_weights: bool, same_batches: bool
+) -> None:
+    """SEED: what each seed drives, by the batches a run dumps and the weights it starts from."""
+    change = {k: v for k, v in change.items() if v is not None}
+    frozen = OptimizerConfig(kind="sgd", lr=0.0, weight_decay=0.0)
+    config = small_config(tmp_path, optimizer=frozen, max_steps=2)
+    config.debug.dump_batches = True
+    for name, c in (("a", config), ("b", replace(config, **change))):
+        run_here(c, tmp_path / name)
+    first, second = (weights(tmp_path / n, 2, tmp_path / f"{n}.safetensors") for n in "ab")
+    assert same(first, second) is same_weights
+    dumps = [(tmp_path / n / "batches" / "rank_00000.jsonl").read_text() for n in "ab"]
+    assert (dumps[0] == dumps[1]) is same_batches
