@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,26 +19,30 @@ from tests.distributed.reference import LEARNING_RATE, STEPS, Trace, sharpen
 
 GRADIENT = {"fp64": 1e-11, "fp32": 1e-5}
 SCALAR = {"fp64": 1e-12, "fp32": 1e-6}
-Patch = Callable[[], AbstractContextManager[None]]
 Report = dict[str, float]
 """What was compared → distance divided by limit; at most 1 where the law holds."""
 
 
-def measure(case: Case, trace: Trace, patch: Patch = nullcontext) -> Report:
+def measure(case: Case, trace: Trace) -> Report:
     """Three steps on this rank's part of the mesh against the oracle; the same report on every rank."""
+    runtime, backend, report = begin(case, trace)
+    for step in range(STEPS):
+        report |= one_step(case, runtime, backend, step, trace)
+    limit = GRADIENT[case.precision]
+    report |= {f"weights {n}": d / limit for n, d in distances(runtime, backend, trace.final)}
+    report["heldout"] = apart(heldout(case, runtime, backend), trace.heldout, SCALAR[case.precision])
+    return report
+
+
+def begin(case: Case, trace: Trace) -> tuple[Runtime, NativeBackend, Report]:
+    """Build the backend and compare its initial weights, bitwise."""
     config = make_config(case)
     rank = dist.get_rank() if config.mesh.world > 1 else 0
     runtime = join(config.mesh, rank, rank, torch.device("cpu"))
-    with patch():
-        backend = NativeBackend.build(config, runtime)
-        report = {f"initial {n}": d * math.inf if d else 0.0 for n, d in distances(runtime, backend, trace.initial)}
-        sharpen({n: view for n, e in backend.local_entries().items() for _, view in e.parts})
-        for step in range(STEPS):
-            report |= one_step(case, runtime, backend, step, trace)
-    tensor_limit = GRADIENT[case.precision]
-    report |= {f"weights {n}": d / tensor_limit for n, d in distances(runtime, backend, trace.final)}
-    report["heldout"] = apart(heldout(case, runtime, backend), trace.heldout, SCALAR[case.precision])
-    return report
+    backend = NativeBackend.build(config, runtime)
+    report = {f"initial {n}": math.inf if d else 0.0 for n, d in distances(runtime, backend, trace.initial)}
+    sharpen({n: view for n, e in backend.local_entries().items() for _, view in e.parts})
+    return runtime, backend, report
 
 
 def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, trace: Trace) -> Report:

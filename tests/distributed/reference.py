@@ -98,6 +98,7 @@ def train(config: Config, kind: str) -> Trace:
         lagged = one_step(config, model, blocks(kind, step), lagged, trace)
         if step == 0:
             trace.gradients = {name: slice_of(model, entry, grad=True).clone() for name, entry in views.items()}
+            assert all(g.any() for g in trace.gradients.values()), "the fixture leaves a parameter untouched"
             trace.max_norm = 0.1 * trace.norms[0]
         update(model, trace.norms[-1], trace.max_norm)
     trace.final = snapshot(views_of(model, views))

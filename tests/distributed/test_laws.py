@@ -7,6 +7,7 @@ import pytest
 from tests.distributed import world
 from tests.distributed.configs import BATCHES, MESHES, PRECISIONS, Case, make_config, matrix
 from tests.distributed.laws import measure_all
+from tests.distributed.mutations import MUTATIONS, measure_mutants
 from tests.distributed.reference import Trace, train
 
 Traces = dict[tuple[str, str], Trace]
@@ -32,3 +33,12 @@ def test_every_mesh_equals_one_process(ranks: int, traces: Traces) -> None:
     for case, what, distance in results:
         print(f"{case:36s} {distance:10.3g} of the limit, {what}")
     assert all(distance <= 1 for _, _, distance in results)
+
+
+def test_mutations_are_noticed(traces: Traces) -> None:
+    """T-5: under each fault the same comparison is off by more than a hundred limits."""
+    results = world.run(2, measure_mutants, traces, timeout=200)[0]
+    for name, (what, distance) in results.items():
+        print(f"{name:16s} {distance:10.3g} of the limit, {what}")
+    assert set(results) == set(MUTATIONS)
+    assert [name for name, (_, distance) in results.items() if distance < 100] == []

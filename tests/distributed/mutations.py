@@ -1,0 +1,171 @@
+"""Faults that law 1 must notice: patches applied inside the ranks, most of which leave the forward pass alone (T-5)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from src.models.deepseek_v2 import DecoderLayer, MoE, Router
+from src.models.layers import Experts
+from src.models.protocol import Carry, Routing
+from src.trainer.backends.native import NativeBackend
+from src.trainer.parallel import data, init
+from src.trainer.parallel.balance import BoundBalance
+from src.trainer.parallel.shards import local
+from src.trainer.runtime import Runtime
+from tests.distributed import laws
+from tests.distributed.configs import MESHES, Case
+from tests.distributed.reference import Trace
+
+
+@contextmanager
+def wrapped(owner: Any, name: str, wrapper: Any) -> Iterator[None]:
+    """`owner.name` replaced by `wrapper(original, *arguments)`."""
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return wrapper(original, *arguments, **keywords)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def router_grad() -> Any:
+    """No gradient from the experts' outputs into the router."""
+
+    def detached(original: Any, *arguments: Any) -> Routing:
+        routing: Routing = original(*arguments)
+        return replace(routing, weights_TK=routing.weights_TK.detach())
+
+    return wrapped(Router, "forward", detached)
+
+
+def residual_grad() -> Any:
+    """No gradient into the residual stream."""
+
+    def detached(original: Any, layer: Any, rows: Tensor, routing: Any, carry: Carry) -> Tensor:
+        out: Tensor = original(layer, rows, routing, Carry(carry.residual_TD.detach()))
+        return out
+
+    return wrapped(DecoderLayer, "aggregate", detached)
+
+
+def shared_grad() -> Any:
+    """No gradient into the shared expert."""
+
+    def detached(original: Any, moe: MoE, *arguments: Any) -> None:
+        original(moe, *arguments)
+        moe.shared_experts.register_forward_hook(lambda module, into, out: out.detach())
+
+    return wrapped(MoE, "__init__", detached)
+
+
+def expert_scale() -> Any:
+    """Expert gradients times ep."""
+
+    def scaled(original: Any, backend: NativeBackend) -> None:
+        original(backend)
+        for name, parameter in backend.parameters.items():
+            if backend.specs[name].expert:
+                local(parameter.grad).mul_(backend._runtime.mesh.ep)
+
+    return wrapped(NativeBackend, "_reduce", scaled)
+
+
+def fsdp_default() -> Any:
+    """The experts' unit keeps FSDP2's default factor."""
+    return wrapped(data, "sum_only", lambda original, module: None if isinstance(module, Experts) else original(module))
+
+
+def local_count() -> Any:
+    """Every rank divides by its own label count."""
+    return wrapped(laws, "count_tokens", lambda original, runtime, mine: mine)
+
+
+def lb_scale() -> Any:
+    """Auxiliary terms without n_j / N_tok."""
+    return wrapped(BoundBalance, "weights", lambda original, *arguments, **keywords: original(*arguments, **keywords) * 0 + 1)
+
+
+def norm_over(*axes: str) -> Any:
+    """The norm summed over other axes."""
+
+    def other(original: Any, runtime: Runtime, tensor: Tensor, given: Any, op: str = "sum") -> Tensor:
+        reduced: Tensor = original(runtime, tensor, axes if tuple(given) == ("pp", "dp", "cp", "ep") else given, op)
+        return reduced
+
+    return wrapped(Runtime, "reduce", other)
+
+
+def norm_rep() -> Any:
+    """The norm counts replicas twice."""
+    return norm_over("pp", "rep", "dp", "cp", "ep")
+
+
+def norm_pp() -> Any:
+    """A norm for each stage."""
+    return norm_over("dp", "cp", "ep")
+
+
+def cloned_experts() -> Any:
+    """Initial values keyed by the expert's number on its rank."""
+
+    def clone(original: Any, config: Any, name: str, *arguments: Any) -> Tensor:
+        held = config.model.num_experts // config.mesh.ep
+        name = re.sub(r"(experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) % held}", name)
+        rows: Tensor = original(config, name, *arguments)
+        return rows
+
+    return wrapped(init, "draw", clone)
+
+
+def reduced_twice() -> Any:
+    """The experts' gradients are added twice, as by one reduction too many."""
+
+    def twice(original: Any, backend: NativeBackend) -> None:
+        original(backend)
+        for name, parameter in backend.parameters.items():
+            if backend.specs[name].expert:
+                local(parameter.grad).add_(local(parameter.grad).clone())
+
+    return wrapped(NativeBackend, "_reduce", twice)
+
+
+def on(spec: str, batch: str = "packed", precision: str = "fp64") -> Case:
+    """A case on two ranks."""
+    mesh = next(m for m in MESHES[2] if m.spec == spec)
+    return Case(mesh, "1f1b", batch, precision)
+
+
+MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
+    "router_grad": (router_grad, on("ep2"), "gradient"),
+    "residual_grad": (residual_grad, on("pp2"), "gradient"),
+    "shared_grad": (shared_grad, on("dp2"), "gradient"),
+    "expert_scale": (expert_scale, on("ep2", precision="fp32"), "gradient"),
+    "fsdp_default": (fsdp_default, on("dp2"), "gradient"),
+    "local_count": (local_count, on("ep2", "dense"), "loss"),
+    "lb_scale": (lb_scale, on("dp2", precision="fp32"), "gradient"),
+    "norm_rep": (norm_rep, on("rep2"), "norm"),
+    "norm_pp": (norm_pp, on("pp2"), "norm"),
+    "cloned_experts": (cloned_experts, on("ep2"), "initial"),
+    "reduced_twice": (reduced_twice, on("rep2"), "gradient"),
+}
+"""Name → patch, the case that must notice it, and in what."""
+
+
+def measure_mutants(traces: Mapping[tuple[str, str], Trace]) -> dict[str, tuple[str, float]]:
+    """Mutation → the comparison that is most off in a first step, and by how many limits."""
+    found = {}
+    for name, (patch, case, what) in MUTATIONS.items():
+        trace = traces[case.batch, case.precision]
+        with patch():
+            runtime, backend, report = laws.begin(case, trace)
+            report |= laws.one_step(case, runtime, backend, 0, trace)
+        found[name] = laws.worst({key: value for key, value in report.items() if key.startswith(what)})
+    return found
