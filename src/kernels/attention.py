@@ -22,8 +22,11 @@ def attention(
     operation is issued for it. Attention Is All You Need (arXiv 1706.03762, eq. 1).
     """
     q_BHSC, k_BHSC, v_BHSU = (widen(x).transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHU))
-    scores_BHSS = (q_BHSC * scale) @ k_BHSC.transpose(-1, -2)
-    scores_BHSS = scores_BHSS + _bias(q_BSHC, documents_BS).to(scores_BHSS.dtype)
+    length = q_BSHC.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q_BSHC.device).tril()
+    if documents_BS is not None:
+        allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+    scores_BHSS = ((q_BHSC * scale) @ k_BHSC.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
     lse_BHS = scores_BHSS.detach().logsumexp(-1)
     o_BSHU = (scores_BHSS.softmax(-1) @ v_BHSU).transpose(1, 2)
     return o_BSHU.to(v_BSHU.dtype), lse_BHS
@@ -32,28 +35,27 @@ def attention(
 def sdpa_cpu(
     q_BSHC: Tensor, k_BSHC: Tensor, v_BSHU: Tensor, scale: float, documents_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`attention` by torch's fused CPU kernel, with the value heads padded to the width of the keys."""
+    """`attention` by torch's fused CPU kernel, with the value heads padded to the width of the keys.
+
+    The kernel is called by its private name: it returns the log-sum-exp, and takes a mask together with causality.
+    """
     q_BHSC, k_BHSC, v_BHSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHU))
-    bias = None if documents_BS is None else _bias(q_BSHC, documents_BS)
+    padding = q_BSHC.shape[-1] - v_BSHU.shape[-1]
     o_BHSC, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHSC,
         k_BHSC,
-        F.pad(v_BHSU, (0, q_BHSC.shape[-1] - v_BHSU.shape[-1])),
-        is_causal=documents_BS is None,
-        attn_mask=bias,
+        F.pad(v_BHSU, (0, padding)),
+        is_causal=True,
+        attn_mask=None if documents_BS is None else _distance(documents_BS).to(q_BSHC.dtype),
         scale=scale,
     )
-    return o_BHSC[..., : v_BHSU.shape[-1]].transpose(1, 2), lse_BHS
+    return o_BHSC[..., : v_BSHU.shape[-1]].transpose(1, 2), lse_BHS
 
 
-def _bias(q_BSHC: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """0 where a query may see a key, −inf elsewhere; [S,S], or [B,1,S,S] if packed."""
-    length = q_BSHC.shape[1]
-    allowed = torch.ones(length, length, dtype=torch.bool, device=q_BSHC.device).tril()
-    if documents_BS is not None:
-        allowed = ((documents_BS[:, :, None] == documents_BS[:, None, :]) & allowed)[:, None]
-    zero = torch.zeros((), dtype=q_BSHC.dtype, device=q_BSHC.device)
-    return torch.where(allowed, zero, float("-inf"))
+def _distance(documents_BS: Tensor) -> Tensor:
+    """0 within a document and −1e30 or less across, [B,1,S,S]; a quarter of the time of a comparison and `where`."""
+    ids = documents_BS.float()
+    return (ids[:, None, :, None] - ids[:, None, None, :]).abs_().mul_(-1e30)
 
 
 IMPLEMENTATIONS = (
