@@ -21,17 +21,16 @@ LINES = {"frequencies": "token frequencies", "pairs": "pairs of tokens"}
 def loss_figure(path: Path, run: RunFacts) -> None:
     """Training loss, held-out points and the lines that counts reach."""
     figure, axes = new_axes()
-    points = [(int(s["step"]), number(s["loss"])) for s in run.steps]
     axes.plot(
-        [x for x, _ in points], [math.nan if y is None else y for _, y in points], lw=1, label="training"
+        [int(s["step"]) for s in run.steps], [level(s["loss"]) for s in run.steps], lw=1, label="training"
     )
     if run.evaluations:
         steps = [int(e["step"]) for e in run.evaluations]
-        axes.plot(steps, [number(e["loss"]) for e in run.evaluations], "o", ms=5, label="held out")
+        axes.plot(steps, [level(e["loss"]) for e in run.evaluations], "o", ms=5, label="held out")
         for style, (key, name) in zip((":", "--"), LINES.items(), strict=True):
-            level = number(run.evaluations[-1].get(key))
-            if level is not None:
-                axes.axhline(level, color="grey", lw=1, ls=style, label=name)
+            height = number(run.evaluations[-1].get(key))
+            if height is not None:
+                axes.axhline(height, color="grey", lw=1, ls=style, label=name)
     save(figure, axes, path, run.path.name)
 
 
@@ -50,11 +49,17 @@ def sweep_figure(path: Path, groups: list[Group]) -> None:
 
 def mean_and_band(group: Group) -> tuple[list[int], list[float], list[float]]:
     """Steps that all runs of the group have, with mean and sample standard deviation (0 for one run)."""
-    curves = [{int(s["step"]): number(s["loss"]) for s in run.steps} for run in group.runs]
+    curves = [{int(s["step"]): level(s["loss"]) for s in run.steps} for run in group.runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    values = [[math.nan if (y := curve[step]) is None else y for curve in curves] for step in steps]
+    values = [[curve[step] for curve in curves] for step in steps]
     means = [statistics.fmean(at) for at in values]
     return steps, means, [statistics.stdev(at) if len(at) > 1 else 0.0 for at in values]
+
+
+def level(value: Any) -> float:
+    """A metric as a height; NaN, which is not drawn, for what is no number."""
+    found = number(value)
+    return math.nan if found is None else found
 
 
 def new_axes() -> tuple[Any, Axes]:

@@ -128,7 +128,7 @@ def sweep_text(
 
 
 def sweep_table(keys: list[str], rows: list[Record]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the table of jobs (REPORT-1); directories by name, for the table lies above them."""
+    """Header and cells of the table of jobs (REPORT-1); directories by name, for it lies above them."""
     header = [*keys, *COLUMNS, "reason", "directory"]
     shown = [{**one, "directory": Path(one["directory"]).name} for one in rows]
     return header, [[show(one[name]) for name in header] for one in shown]

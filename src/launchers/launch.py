@@ -30,9 +30,13 @@ from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.watch import Ended, Interrupted, Signals, Watcher
 from src.machine import find_machine
+from src.records import LineReader
 from src.report_facts import overrides_text
 from src.runs import Claim
 from src.status import Status, last_step
+
+TAIL = 15
+"""Lines of a rank's log that are shown where nothing else says why it died."""
 
 
 @dataclass
@@ -229,13 +233,18 @@ def finish(launch: Launch, run: Path, status: Status) -> None:
     if status.state == "done":
         console.line(closing_screen(run, launch.overrides))
     elif status.state == "stopped":
-        console.line(
-            f"stopped after step {status.last_step}, state saved; the same command goes on from there"
-        )
+        console.line(f"stopped after step {status.last_step}, state saved; the same command goes on from there")
     else:
-        reason = status.reason or {}
-        rank = "" if status.first_failing_rank is None else f" on rank {status.first_failing_rank}"
-        console.error(
-            f"failed with code {status.exit_code}{rank}: {reason.get('type')}: {reason.get('message')}\n"
-            f"logs: {run / 'ranks'}; the same command goes on from the newest checkpoint"
-        )
+        console.error(failure_text(run, status))
+
+
+def failure_text(run: Path, status: Status) -> str:
+    """The last words on a failed run; the end of its log for a rank other than 0 that left no record."""
+    reason, rank = status.reason or {}, status.first_failing_rank
+    where = "" if rank is None else f" on rank {rank}"
+    lines = [f"failed with code {status.exit_code}{where}: {reason.get('type')}: {reason.get('message')}"]
+    if rank and not (run / "control" / f"error.{rank}.json").exists():
+        log = LineReader(run / "ranks" / f"rank_{rank:05d}.log").new_lines()
+        lines += [f"the end of rank {rank}'s log:", *(f"  {line}" for line in log[-TAIL:])]
+    lines += [f"logs: {run / 'ranks'}; the same command goes on from the newest checkpoint"]
+    return "\n".join(lines)

@@ -225,7 +225,7 @@ def free_devices(config: Config) -> list[str]:
 
 
 def summary(jobs: Sequence[Job]) -> str:
-    """The table of the jobs: swept values, state, code, steps, losses, speed; then the reasons of failures."""
+    """The table of the jobs: swept values, state, code, steps, losses, speed; then reasons of failures."""
     numbers = ("steps", "last_loss", "heldout_loss", "tokens_per_s")
     rows = []
     for job in jobs:

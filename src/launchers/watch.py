@@ -25,7 +25,7 @@ LOOK = 0.1
 SETTLE = 1.0
 """Seconds after the first error record in which an earlier cause may still be written."""
 ALONE = 10.0
-"""Seconds after the first error in which the other ranks end by themselves, before they are killed (ELA-4)."""
+"""Seconds that the other ranks have to end by themselves after the first error (ELA-4)."""
 
 
 class Interrupted(BaseException):

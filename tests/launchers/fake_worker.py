@@ -1,13 +1,14 @@
 """A rank that trains nothing: it writes metrics, obeys `control/stop`, and fails as `FAKE_FAIL` says.
 
-`FAKE_FAIL=1:exit42@2` makes rank 1 leave with code 42 at step 2; other ways: `raise`, `kill`, `peer`.
-`FAKE_SLEEP` is the time of a step, `FAKE_DEAF=1` ignores stop requests.
+`FAKE_FAIL=1:exit42@2` makes rank 1 leave with code 42 at step 2; other ways are `raise` and `kill`.
+`FAKE_FAIL_SEED` limits that to one seed, `FAKE_SLEEP` is the time of a step, `FAKE_DEAF=1` ignores stop requests.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,14 +19,15 @@ from src.trainer.worker import die_with_parent, fail
 RANK = int(os.environ["RANK"])
 
 
-def line(step: int, attempt: int) -> str:
+def line(step: int, attempt: int, seed: int) -> str:
     record = {
         "schema": 1,
         "step": step,
         "attempt": attempt,
         "time": time.time(),
-        "loss": 4.0 / step + int(os.environ.get("FAKE_SEED", "0")) / 8,
+        "loss": 4.0 / step + seed / 8,
         "grad_norm": 1.0 / step,
+        "aux_loss": None,
         "lr": 1e-3,
         "tokens_total": 100 * step,
         "step_time": 0.05,
@@ -52,16 +54,22 @@ def failing(how: str) -> None:
         os._exit(int(how[4:]))
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise ConnectionError("Connection closed by peer") if how == "peer" else ValueError(f"rank {RANK} broke")
+    raise ValueError(f"rank {RANK} broke")
 
 
 def train(run: Path) -> None:
     attempt = int(os.environ["MANYHEAD_ATTEMPT"])
-    steps, done = int(os.environ.get("FAKE_STEPS", "3")), run / "fake_step"
+    config = (run / "config.yaml").read_text()
+    steps, seed = (int(re.search(rf"^{key}: (\d+)$", config, re.M)[1]) for key in ("max_steps", "seed"))
+    done = run / "fake_step"
     first = int(done.read_text()) + 1 if done.exists() else 1
     rank, _, how = os.environ.get("FAKE_FAIL", "").partition(":")
     how, _, at = how.partition("@")
-    print(f"rank {RANK} threads {os.environ['OMP_NUM_THREADS']} from step {first}", flush=True)
+    if os.environ.get("FAKE_FAIL_SEED", str(seed)) != str(seed):
+        rank = "none"
+    print(
+        f"rank {RANK} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']} from step {first}", flush=True
+    )
     for step in range(first, steps + 1):
         meet(run, step)
         time.sleep(float(os.environ.get("FAKE_SLEEP", "0.01")))
@@ -69,7 +77,7 @@ def train(run: Path) -> None:
             failing(how)
         if RANK == 0:
             with (run / "metrics.jsonl").open("a") as file:
-                file.write(line(step, attempt))
+                file.write(line(step, attempt, seed))
             done.write_text(str(step))
         if (run / "control" / "stop").exists() and "FAKE_DEAF" not in os.environ:
             if RANK == 0:

@@ -1,0 +1,108 @@
+"""The table of environment variables (ENV, CACHE, LOCAL-3)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from src.code_identity import CHECKOUT
+from src.config import Config, DeterminismConfig, MeshConfig, PathsConfig
+from src.errors import UserError
+from src.launchers.environment import TABLE, Setting, cache_root, rank_environment, unknown_names
+
+
+def values(
+    config: Config, platform: str = "cpu", shell: dict[str, str] | None = None, **numbers: int
+) -> dict[str, str]:
+    setting = Setting(config, platform, **{"ranks": config.mesh.world, "cores": 8, **numbers})
+    return rank_environment(setting, shell or {}).values
+
+
+@pytest.mark.parametrize(
+    ("ranks", "jobs", "cores", "threads", "policy"),
+    [
+        (1, 1, 8, "8", None),
+        (3, 1, 8, "2", None),
+        (4, 1, 8, "2", "PASSIVE"),
+        (4, 1, 2, "1", "PASSIVE"),
+        (1, 2, 2, "1", "PASSIVE"),
+    ],
+)
+def test_threads(ranks: int, jobs: int, cores: int, threads: str, policy: str | None) -> None:
+    """OMP_NUM_THREADS is cores / ranks over all jobs; waiting is passive where they fill the cores, never for one."""
+    found = values(Config(), ranks=ranks, jobs=jobs, cores=cores)
+    assert (found["OMP_NUM_THREADS"], found.get("OMP_WAIT_POLICY")) == (threads, policy)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "number"), [(MeshConfig(pp=2), "1"), (MeshConfig(ep=2), "8"), (MeshConfig(dp=3), "8")]
+)
+def test_connections(mesh: MeshConfig, number: str) -> None:
+    """One hardware queue, eight where data or experts are divided; on GPUs only."""
+    assert values(Config(mesh=mesh), "cuda")["CUDA_DEVICE_MAX_CONNECTIONS"] == number
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in values(Config(mesh=mesh), "cpu")
+
+
+def test_precedence_and_origins() -> None:
+    """ENV-1: shell over env.NAME over determinism over platform; ENV-3: origins are recorded, secrets masked."""
+    config = Config(env={"TORCH_NCCL_HIGH_PRIORITY": "0", "OMP_NUM_THREADS": "5", "MY_TOKEN": "s3cret"})
+    shell = {"OMP_NUM_THREADS": "3", "UNRELATED": "x"}
+    found = rank_environment(Setting(config, "cuda", ranks=1, cores=8), shell)
+    assert found.values["OMP_NUM_THREADS"] == "3"
+    assert found.values["TORCH_NCCL_HIGH_PRIORITY"] == "0"
+    assert found.values["MY_TOKEN"] == "s3cret"
+    assert "UNRELATED" not in found.values
+    assert found.json()["MY_TOKEN"] == {"value": "***", "origin": "env"}
+    assert found.json()["OMP_NUM_THREADS"] == {"value": "3", "origin": "shell"}
+    assert found.json()["PYTORCH_ALLOC_CONF"]["origin"] == "platform"
+
+
+@pytest.mark.parametrize("where", ["shell", "env"])
+def test_bitwise_is_not_undone(where: str) -> None:
+    """ENV-1: determinism=bitwise refuses a contradicting value; the same value passes."""
+    for value, refused in (("random", True), ("0", False)):
+        config = Config(
+            determinism=DeterminismConfig("bitwise"), env={"PYTHONHASHSEED": value} if where == "env" else {}
+        )
+        shell = {"PYTHONHASHSEED": value} if where == "shell" else {}
+        if refused:
+            with pytest.raises(UserError, match="PYTHONHASHSEED=random.*needs 0"):
+                values(config, shell=shell)
+        else:
+            assert values(config, shell=shell)["PYTHONHASHSEED"] == "0"
+
+
+def test_checkout_comes_first_on_the_path() -> None:
+    """PYTHONPATH keeps the user's entries behind this checkout."""
+    assert (
+        values(Config(), shell={"PYTHONPATH": "/elsewhere"})["PYTHONPATH"]
+        == f"{CHECKOUT}{os.pathsep}/elsewhere"
+    )
+
+
+def test_table() -> None:
+    """ENV-4: one row per name and platform, each with a reason; visible devices are never set (ENV-2)."""
+    pairs = [(row.name, platform) for row in TABLE for platform in row.platforms]
+    assert len(pairs) == len(set(pairs))
+    assert all(row.reason for row in TABLE)
+    assert not any("VISIBLE_DEVICES" in row.name for row in TABLE)
+
+
+def test_unknown_names() -> None:
+    """ENV-5: a misspelt variable of ours is named with the nearest one."""
+    assert unknown_names({"MANYHEAD_SPLIT_SED": "1", "MANYHEAD_SPLIT_SEED": "1", "HOME": "/"}) == [
+        "warning: the environment variable MANYHEAD_SPLIT_SED is unknown; did you mean MANYHEAD_SPLIT_SEED?"
+    ]
+
+
+def test_cache(tmp_path: Path) -> None:
+    """CACHE-1, CACHE-2: `paths.cache` as given, below it a directory by versions; refused (3) if not writable."""
+    root, warning = cache_root(Config(paths=PathsConfig(cache=str(tmp_path / "cache"))))
+    assert (root.parent, warning) == (tmp_path / "cache", None)
+    assert values(Config(), cores=1)["TORCHINDUCTOR_CACHE_DIR"].endswith("inductor")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="not writable") as refused:
+        cache_root(Config(paths=PathsConfig(cache=str(tmp_path / "file"))))
+    assert refused.value.code == 3
