@@ -99,7 +99,7 @@ def check_overrides(overrides: Sequence[str], multirun: bool) -> None:
 def finish(config: Config) -> Config:
     """Resolve and validate; raises `UserError` with every cross-group problem (CFG-2)."""
     raise_all(reserved.check(config))
-    config = resolve(config, find_machine(config).devices)
+    config = resolve(config, max(1, find_machine(config).devices))
     raise_all(validate(config))
     return config
 

@@ -60,8 +60,14 @@ def schema_of(family: str) -> Schema:
     return Schema(leaves, frozenset(sections))
 
 
+@cache
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Field → type of a dataclass, with annotations evaluated."""
+    return get_type_hints(cls)
+
+
 def _walk(cls: type, prefix: str, swap: dict[str, type], leaves: dict[str, Leaf], sections: set[str]) -> None:
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     for item in fields(cls):
         key, hint = prefix + item.name, swap.get(prefix + item.name, hints[item.name])
         if is_dataclass(hint):
@@ -106,8 +112,17 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
+RENAMED: dict[str, tuple[str, str]] = {}
+"""Former key → its name now and the version that renamed it (CFG-13)."""
+
+
 def unknown(key: str, origin: str, known: Schema) -> Problem:
     """The problem of a key that the schema does not have."""
+    if key in RENAMED:
+        name, since = RENAMED[key]
+        return Problem(
+            key, f"renamed to {name} in version {since}, set by {origin}", f"type {name}", "CFG-13"
+        )
     best = nearest(key, known)
     fix = f"did you mean {best}?" if best else "--help lists the groups, src/config.py every key"
     return Problem(key, f"unknown key, set by {origin}", fix, "CFG-1")

@@ -81,9 +81,7 @@ class Groups:
         return any(source.is_config(f"{group}/{option}") for source in self.loader.get_sources())
 
     def _files(self, group: str) -> list[str]:
-        sources = [source for source in self.loader.get_sources() if source.scheme() != "mesh"]
-        found = (source.list(group, ObjectType.CONFIG) for source in sources if source.is_group(group))
-        return [name for names in found for name in names]
+        return list(self.loader.get_group_options(group, ObjectType.CONFIG))
 
 
 def check_groups(typed: Sequence[Typed], groups: Groups, multirun: bool) -> tuple[list[str], list[Problem]]:

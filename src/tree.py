@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -14,7 +15,7 @@ from src.conf_files import Source, check_file
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
-from src.fields import Leaf, Schema, schema_of, unknown
+from src.fields import Leaf, Schema, hints_of, schema_of, unknown
 from src.mesh_spec import canonical
 from src.models.schema import FAMILIES
 from src.trainer.parallel.layout import AXES
@@ -40,7 +41,7 @@ def load_config(path: Path) -> Config:
     """Read a `config.yaml`, the only way there is (CFG-14); raises `UserError` with every problem."""
     try:
         node = OmegaConf.load(path)
-    except (OSError, ValueError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError([Problem(str(path), f"cannot be read: {error}")]) from error
     if not isinstance(node, DictConfig):
         raise UserError([Problem(str(path), "is no mapping")])
@@ -108,7 +109,7 @@ def _check_leaf(key: str, value: Any, known: Schema) -> list[Problem]:
 def _build(cls: Any, prefix: str, tree: Mapping[str, Any], known: Schema, family: str) -> Any:
     """An instance of `cls`; keys that the tree lacks keep their default."""
     values = {}
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     for item in fields(cls):
         if item.name not in tree:
             continue

@@ -8,8 +8,6 @@ from omegaconf import OmegaConf
 
 from src.mesh_spec import canonical, is_spec, parse
 
-COMPLETIONS = ("dp2", "ep2", "ep4", "pp2", "pp2ep2", "rep2")
-
 
 class MeshSource(ConfigSource):
     """Reads `mesh/pp2ep2` from its name."""
@@ -38,8 +36,8 @@ class MeshSource(ConfigSource):
         return config_path.startswith("mesh/") and is_spec(_spec(config_path))
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """A few specs for shell completion (HELP-2)."""
-        return list(COMPLETIONS) if config_path == "mesh" and results_filter != ObjectType.GROUP else []
+        """Nothing: specs are beyond counting, and `mesh=glob(*)` means the files (HYD-15)."""
+        return []
 
 
 def _spec(config_path: str) -> str:

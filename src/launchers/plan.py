@@ -58,6 +58,8 @@ class LaunchPlan:
     overrides: list[str]
     launcher: str
     platform: str
+    devices: int | None
+    """GPUs that ranks may take, one each; null on a CPU."""
     precision: str
     nodes: int
     world: int
@@ -141,6 +143,7 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
         overrides=list(overrides),
         launcher=config.launcher.name,
         platform=machine.platform,
+        devices=None if machine.platform == "cpu" else machine.devices,
         precision=precision_name(config, machine.platform),
         nodes=1,
         world=config.mesh.world,
@@ -159,7 +162,11 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
 
 
 def check_memory(plan: LaunchPlan) -> None:
-    """Raise `UserError` (3) with the arithmetic if the machine cannot hold the run (PROJ-2)."""
+    """Raise `UserError` (3) with the arithmetic if the machine lacks the devices or the memory (PROJ-2, RANK-3)."""
+    if plan.devices is not None and plan.devices < plan.world:
+        message = f"{plan.world} ranks need a GPU each, {plan.devices} are visible"
+        fix = "take a mesh with fewer ranks, or platform=cpu"
+        raise UserError([Problem("platform", message, fix, "RANK-3")], code=3)
     if plan.memory.fits is not False or plan.force:
         return
     fix = "take a smaller model, a larger mesh on a larger machine, or launcher.force=true to try"

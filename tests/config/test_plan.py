@@ -1,0 +1,180 @@
+"""The plan: parameters and bytes per rank, batch arithmetic, what fits (CFG-17, PLAN, PROJ-1)."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from src.compose import compose
+from src.config import Config
+from src.errors import UserError
+from src.launchers.memory import rank_memory
+from src.launchers.plan import check_memory, dry_run_text, make_plan
+from src.machine import Machine, find_machine
+from src.mesh_spec import parse
+from src.models.names import canonical, parameters
+
+CPU = Machine("cpu", 1, 8 * 2**30, "a test")
+MESHES = ["single", "pp2", "ep2", "dp3", "pp2ep2", "dp2ep2", "pp4dp2ep8", "dp5ep4", "rep2dp2"]
+
+
+def on(base: Config, spec: str) -> Config:
+    """The config on another mesh."""
+    sizes = {} if spec == "single" else parse(spec)
+    base.mesh = replace(base.mesh, spec=spec, **{"pp": 1, "rep": 1, "dp": 1, "ep": 1, **sizes})
+    return base
+
+
+@pytest.mark.parametrize("spec", MESHES)
+def test_shards_add_up_to_the_model(base: Config, spec: str) -> None:
+    """PROJ-1: over the ranks of one replica every parameter is held exactly once, on odd shards too."""
+    config = on(base, spec)
+    held = sum(rank_memory(config, rank, "cpu").parameters for rank in range(config.mesh.world))
+    assert held == config.mesh.rep * sum(prod(entry.shape) for entry in canonical(config.model).values())
+
+
+def test_shards_follow_the_rule_for_uneven_stacks(base: Config) -> None:
+    """ENG-2: 6 experts on 4 shards: by the second dimension if that divides, else by ceiling, the last one empty."""
+    base.model.num_experts, base.mesh.dp = 6, 4
+    stacks = [shape for name, shape in parameters(base.model).items() if ".mlp.experts." in name]
+    assert {shape[0] for shape in stacks} == {6}
+    assert {shape[1] % 4 for shape in stacks} == {0}
+    even = [rank_memory(base, rank, "cpu").parameters for rank in range(4)]
+    rest = [
+        sum(
+            -(-s[0] // 4) * prod(s[1:]) for n, s in parameters(base.model).items() if ".mlp.experts." not in n
+        )
+    ]
+    assert even[0] == rest[0] + sum(prod(shape) for shape in stacks) // 4
+    base.model.hidden_size, base.model.expert_size = 45, 9  # type: ignore[attr-defined]
+    uneven = [rank_memory(base, rank, "cpu").parameters for rank in range(4)]
+    assert uneven[3] < uneven[2] == uneven[1] <= uneven[0]
+
+
+def test_bytes_by_precision_and_optimizer(base: Config) -> None:
+    """PROJ-1: fp32 with AdamW takes 4 + 4 + 8 bytes a parameter; a lone rank in fp32 gathers nothing."""
+    memory = rank_memory(base, 0, "cpu")
+    n = memory.parameters
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.unsharded) == (4 * n, 4 * n, 8 * n, 0)
+    assert memory.total == 16 * n + memory.activations
+    base.optimizer.kind = "sgd"
+    assert rank_memory(base, 0, "cpu").optimizer == 0
+    base.optimizer.momentum = 0.9
+    assert rank_memory(base, 0, "cpu").optimizer == 4 * n
+    base.precision.name = "fp64"
+    assert rank_memory(base, 0, "cpu").weights == 8 * n
+    base.precision.name = "auto"
+    assert rank_memory(base, 0, "cuda").unsharded == 2 * n
+
+
+def test_only_sharded_parameters_are_gathered(base: Config) -> None:
+    """ENG-16: on ep2 the dense parameters are gathered, 4 + 4 bytes each, and the experts are not."""
+    config = on(base, "ep2")
+    dense = sum(
+        prod(shape) for name, shape in parameters(config.model).items() if ".mlp.experts." not in name
+    )
+    assert rank_memory(config, 0, "cpu").unsharded == 8 * dense
+
+
+def test_pipeline_ranks_keep_what_their_schedule_needs(base: Config) -> None:
+    """ENG-13: 1f1b keeps min(N, P - r) micro-batches, gpipe all of them."""
+    config = on(base, "pp4")
+    config.model.num_layers, config.model.vocab_size = 4, 0
+    kept = [rank_memory(config, rank, "cpu").activations for rank in range(4)]
+    assert [size // kept[3] for size in kept] == [4, 3, 2, 1]
+    config.pipeline.schedule = "gpipe"
+    assert {rank_memory(config, rank, "cpu").activations // kept[3] for rank in range(4)} == {8}
+
+
+def test_the_plan_of_lite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CFG-17: text and one JSON object with ranks, parameters, batch, key, and `fits: false` with the arithmetic."""
+    words = ["model=deepseek_v2/lite", "mesh=pp2ep4", "dry_run=true", f"paths.runs={tmp_path}/runs"]
+    words += [f"paths.data={tmp_path}/data"]
+    plan = make_plan(compose(words).config, words, CPU)
+    text, _, line = dry_run_text(plan).rpartition("\n")
+    told = json.loads(line)
+    assert (told["world"], len(told["ranks"]), told["mesh"]["spec"]) == (8, 8, "pp2ep4")
+    assert (
+        sum(rank["memory"]["parameters"] for rank in told["ranks"])
+        == told["parameters"]["total"]
+        == 15706484224
+    )
+    assert [layer for rank in (0, 4) for layer in told["ranks"][rank]["layers"]] == list(range(27))
+    assert told["batch"] == {
+        **{"global_batch_size": 16, "micro_batch_size": 2, "data_ranks": 4, "micro_batches": 2},
+        "positions_per_step": 4096,
+    }
+    assert "16 samples = 2 micro-batches x 2 samples x 4 data ranks" in text
+    assert len(told["data_key"]) == 16
+    assert told["data_ready"] is False
+    assert told["memory"]["fits"] is False
+    assert "fits       false" in text
+    assert "optimizer 117 GiB" in told["memory"]["arithmetic"]
+    assert told["run_directory"].startswith(f"{tmp_path}/runs/deepseek_v2-lite-pp2ep4-s0-")
+    assert told["command"].endswith(f"-m src.trainer.worker {told['run_directory']}")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="weights .* = .* of 8.0 GiB") as caught:
+        check_memory(plan)
+    assert caught.value.code == 3
+    check_memory(replace(plan, force=True))
+
+
+@pytest.mark.parametrize(("spec", "expected"), [("single", 8), ("pp2", 8), ("pp2ep2", 4), ("ep4", 2)])
+def test_micro_batches_of_the_default(base: Config, spec: str, expected: int) -> None:
+    """KEY-4: N by mesh."""
+    assert make_plan(on(base, spec), [], CPU).batch["micro_batches"] == expected
+
+
+def test_the_default_fits(base: Config) -> None:
+    """PROJ-2: and its launch is not refused, nor where the memory is not known."""
+    check_memory(make_plan(base, [], CPU))
+    unknown = make_plan(base, [], Machine("cuda", 1, None, "unprobed: a test"))
+    assert unknown.memory.fits is None
+    assert "unprobed" in unknown.text()
+    check_memory(unknown)
+
+
+def test_gpus_belong_to_one_rank_each(base: Config) -> None:
+    """RANK-3: more ranks than devices is exit 3 with both numbers; a GPU's memory is held against one rank."""
+    plan = make_plan(on(base, "pp2"), [], Machine("cuda", 1, 80 * 2**30, "a test"))
+    with pytest.raises(UserError, match="2 ranks need a GPU each, 1 are visible") as caught:
+        check_memory(plan)
+    assert caught.value.code == 3
+    assert plan.memory.needed == max(rank.memory.total for rank in plan.ranks)
+
+
+def test_many_ranks_stay_readable(base: Config) -> None:
+    """PLAN: the text lists sixteen ranks, the JSON all."""
+    base.global_batch_size = 128
+    plan = make_plan(on(base, "pp4dp2ep8"), [], CPU)
+    assert len(plan.ranks) == 64
+    assert plan.text().count("rank ") == 16 + 1
+    assert "and 48 more ranks" in plan.text()
+
+
+def test_the_machine(base: Config, tmp_path: Path) -> None:
+    """CFG-17, ENV-2: GPUs by device files within what is shown; memory within the control group; no child."""
+    files: dict[str, str] = defaultdict(str)
+    files["proc/meminfo"] = "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n"
+    for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"):
+        files[name] = ""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert find_machine(base, tmp_path, {}) == Machine("cuda", 2, None, "unprobed: the driver was not asked")
+    assert find_machine(base, tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}).devices == 1
+    assert find_machine(base, tmp_path, {"CUDA_VISIBLE_DEVICES": ""}).platform == "cpu"
+    base.platform.name = "cpu"
+    assert find_machine(base, tmp_path, {}) == Machine("cpu", 1, 2**33, "available memory")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("3000\n")
+    (group / "memory.current").write_text("1000\n")
+    assert find_machine(base, tmp_path, {}).memory == 2000
+    base.platform.name = "cuda"
+    assert find_machine(base, tmp_path / "nowhere", {}).devices == 0

@@ -1,0 +1,119 @@
+"""What crosses groups: each bad config is refused by its rule, also under `python -O` (CFG-2)."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from src.compose import dump_config
+from src.config import Config
+from src.validate import validate
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+BAD: list[tuple[dict[str, object], str, str]] = [
+    # changes, key of the problem, rule
+    ({"max_steps": 0}, "max_steps", "range"),
+    ({"seed": -1}, "seed", "range"),
+    ({"optimizer.lr": 0.0}, "optimizer.lr", "range"),
+    ({"optimizer.betas": [0.9, 1.0]}, "optimizer.betas", "range"),
+    ({"optimizer.betas": [0.9]}, "optimizer.betas", "range"),
+    ({"optimizer.max_norm": 0.0}, "optimizer.max_norm", "range"),
+    ({"lr_schedule.floor": 1.5}, "lr_schedule.floor", "range"),
+    ({"lr_schedule.warmup": -1}, "lr_schedule.warmup", "range"),
+    ({"lr_schedule.kind": "wsd", "max_steps": 29}, "lr_schedule", "CFG-19"),
+    ({"lr_schedule.kind": "wsd", "lr_schedule.horizon": 29}, "lr_schedule", "CFG-19"),
+    ({"checkpoint.keep_last": 0}, "checkpoint.keep_last", "range"),
+    ({"evaluation.samples": 0}, "evaluation.samples", "range"),
+    ({"logger.every": 0}, "logger.every", "range"),
+    ({"logger.kinds": ["wandbb"]}, "logger.kinds", "LOG-5"),
+    ({"launcher.parallel": "many"}, "launcher.parallel", "LOCAL-3"),
+    ({"launcher.timeout": "0s"}, "launcher.timeout", "CFG-5"),
+    ({"data.prepare.timeout": "00:00:00"}, "data.prepare.timeout", "CFG-5"),
+    ({"resume": "automatic"}, "resume", "CKPT-5"),
+    ({"profile.steps": [3]}, "profile.steps", "PROF-1"),
+    ({"profile.steps": [5, 3]}, "profile.steps", "PROF-1"),
+    ({"pipeline.overlap": True}, "pipeline.overlap", "ENG-17"),
+    ({"sequence_length": 8192}, "sequence_length", "TRAP-9"),
+    ({"model.top_k": 9}, "model.top_k", "ROUTE-1"),
+    ({"model.num_groups": 5}, "model.num_groups", "ROUTE-1"),
+    ({"model.groups_kept": 5}, "model.groups_kept", "ROUTE-1"),
+    ({"model.first_dense": 8}, "model.first_dense", "MOD-1"),
+    ({"model.qk_rope_head_dim": 7}, "model.qk_rope_head_dim", "ATT-2"),
+    ({"mesh.ep": 3}, "mesh.ep", "experts"),
+    ({"mesh.tp": 2}, "mesh.tp", "tp"),
+    ({"global_batch_size": 15}, "global_batch_size", "batch"),
+    ({"data.kind": "mixture"}, "data.kind", "reserved"),
+    ({"backend.name": "megatron"}, "backend.name", "reserved"),
+]
+
+
+def changed(base: Config, changes: dict[str, object]) -> Config:
+    """A copy of the config with these keys."""
+    config = copy.deepcopy(base)
+    for key, value in changes.items():
+        node: object = config
+        *parents, name = key.split(".")
+        for parent in parents:
+            node = getattr(node, parent)
+        assert hasattr(node, name), key
+        setattr(node, name, value)
+    return config
+
+
+def test_the_default_is_valid(base: Config) -> None:
+    """CFG-2: nothing is wrong with what a newcomer types."""
+    assert validate(base) == []
+
+
+@pytest.mark.parametrize(("changes", "key", "rule"), BAD, ids=[str(row[0]) for row in BAD])
+def test_bad_configs(base: Config, changes: dict[str, object], key: str, rule: str) -> None:
+    """CFG-2: key and rule of each."""
+    assert (key, rule) in [(problem.key, problem.rule) for problem in validate(changed(base, changes))]
+
+
+def test_all_problems_at_once(base: Config) -> None:
+    """CFG-2: pp3ep5 and a bad batch, schedule and name in one list, each once."""
+    config = changed(
+        base, {"mesh.pp": 9, "mesh.ep": 5, "max_steps": 0, "run_name": "a b", "optimizer.eps": 0.0}
+    )
+    found = [problem.key for problem in validate(config)]
+    assert len(found) == len(set(found))
+    assert {"mesh.ep", "global_batch_size", "max_steps", "run_name", "optimizer.eps"} < set(found)
+    assert [problem.rule for problem in validate(config)].count("stages") == 1
+
+
+def test_edges_pass(base: Config) -> None:
+    """CFG-3: zeros and nulls that mean something are no mistakes, nor is a run shorter than its warm-up."""
+    zeros: dict[str, object] = {"optimizer.weight_decay": 0.0, "balance.coef": 0.0, "lr_schedule.warmup": 0}
+    nulls: dict[str, object] = {
+        "optimizer.max_norm": None,
+        "evaluation.samples": None,
+        "lr_schedule.horizon": None,
+    }
+    more: dict[str, object] = {
+        "max_steps": 1,
+        "checkpoint.every": 0,
+        "profile.steps": [0, 0],
+        "resume": "a/b",
+    }
+    assert validate(changed(base, zeros | nulls | more)) == []
+
+
+def test_the_same_table_without_asserts(base: Config, tmp_path: Path) -> None:
+    """CFG-2: under `python -O` every bad config of the table is refused too."""
+    (tmp_path / "config.yaml").write_text(dump_config(base))
+    code = (
+        "import sys; from pathlib import Path; from src.compose import load_config; from src.validate import validate;"
+        "from tests.config.test_validate import BAD, changed;"
+        "base = load_config(Path(sys.argv[1]));"
+        "missed = [c for c, k, r in BAD if (k, r) not in [(p.key, p.rule) for p in validate(changed(base, c))]];"
+        "sys.exit(f'{__debug__} {missed}')"
+    )
+    command = [sys.executable, "-O", "-c", code, str(tmp_path / "config.yaml")]
+    answer = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    assert answer.stderr.strip() == "False []"
