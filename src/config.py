@@ -332,6 +332,8 @@ class SweepConfig:
     """Name of this job in its sweep; set by the launcher."""
     index: int | None = None
     """Place of this job in its sweep; set by the launcher."""
+    keys: list[str] = field(default_factory=list)
+    """Keys that the sweep varies; set by the launcher."""
     objective: str = "heldout_loss"
     """Value that an adaptive sweeper reads."""
     fail_fast: bool = False

@@ -109,7 +109,10 @@ def finite(values: Iterable[Any]) -> list[float]:
 
 
 def swept_keys(runs: list[RunFacts]) -> list[str]:
-    """Override keys whose values differ between the runs, in the order of the first command."""
+    """Keys that the runs' sweep varies; without one the override keys whose values differ."""
+    named = dict.fromkeys(key for run in runs for key in run.config.sweep.keys)
+    if named:
+        return list(named)
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return [key for key in keys if len({run.overrides.get(key) for run in runs}) > 1]
 
@@ -138,10 +141,13 @@ class Group:
 
     @property
     def name(self) -> str:
-        """`mesh=ep2`, or the composition where nothing but the seed is swept."""
-        return " ".join(f"{key}={value}" for key, value in self.keys.items()) or composition(
-            self.runs[0].config
-        )
+        """See `group_name`."""
+        return group_name(self.keys, self.runs)
+
+
+def group_name(keys: dict[str, str], runs: list[RunFacts]) -> str:
+    """`mesh=ep2`, or the composition where nothing but the seed is swept."""
+    return " ".join(f"{key}={value}" for key, value in keys.items()) or composition(runs[0].config)
 
 
 def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
@@ -155,12 +161,10 @@ def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
         parts = partition(done, lambda run: list(origin(run).values()))
         found += [Group(chosen, part) for _, part in parts]
         if len(parts) > 1:
-            name = found[-1].name
-            notes.append(f"{name}: not averaged together, for {', '.join(differing(done))} differ")
+            names = ", ".join(differing(done))
+            notes.append(f"{group_name(chosen, same)}: not averaged together, for {names} differ")
         if len(done) < len(same):
-            notes.append(
-                f"{' '.join(map(str, chosen.values())) or 'all'}: {len(done)} of {len(same)} runs are done"
-            )
+            notes.append(f"{group_name(chosen, same)}: {len(done)} of {len(same)} runs are done")
     return found, notes
 
 

@@ -86,9 +86,9 @@ def make_jobs(
     jobs = []
     for index, (config, mine) in enumerate(zip(configs, overrides, strict=True)):
         pairs = [mine[k] for k in places]
-        sweep = replace(config.sweep, name=name, job=job_name(pairs), index=index)
-        named = replace(config, sweep=sweep)
         swept = {key_of(pair): pair.partition("=")[2] for pair in pairs}
+        sweep = replace(config.sweep, name=name, job=job_name(pairs), index=index, keys=list(swept))
+        named = replace(config, sweep=sweep)
         jobs.append(Job(named, list(mine), swept, data_key(config)))
     return jobs
 

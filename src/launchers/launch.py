@@ -233,7 +233,9 @@ def finish(launch: Launch, run: Path, status: Status) -> None:
     if status.state == "done":
         console.line(closing_screen(run, launch.overrides))
     elif status.state == "stopped":
-        console.line(f"stopped after step {status.last_step}, state saved; the same command goes on from there")
+        console.line(
+            f"stopped after step {status.last_step}, state saved; the same command goes on from there"
+        )
     else:
         console.error(failure_text(run, status))
 

@@ -30,7 +30,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(checkout: Path, tmp_path: Path) -> Start:
-    """Start `python -m tests.launchers.<module>` with synthetic data and runs below `tmp_path`; stdout and stderr."""
+    """Start `python -m tests.launchers.<module>` with synthetic data and its runs below `tmp_path`."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(

@@ -1,7 +1,7 @@
 """A rank that trains nothing: it writes metrics, obeys `control/stop`, and fails as `FAKE_FAIL` says.
 
 `FAKE_FAIL=1:exit42@2` makes rank 1 leave with code 42 at step 2; other ways are `raise` and `kill`.
-`FAKE_FAIL_SEED` limits that to one seed, `FAKE_SLEEP` is the time of a step, `FAKE_DEAF=1` ignores stop requests.
+`FAKE_FAIL_SEED` limits that to one seed, `FAKE_SLEEP` is the time of a step, `FAKE_DEAF=1` hears no stop.
 """
 
 from __future__ import annotations

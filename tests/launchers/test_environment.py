@@ -31,7 +31,7 @@ def values(
     ],
 )
 def test_threads(ranks: int, jobs: int, cores: int, threads: str, policy: str | None) -> None:
-    """OMP_NUM_THREADS is cores / ranks over all jobs; waiting is passive where they fill the cores, never for one."""
+    """OMP_NUM_THREADS is cores / ranks over all jobs; waiting is passive where they fill the cores."""
     found = values(Config(), ranks=ranks, jobs=jobs, cores=cores)
     assert (found["OMP_NUM_THREADS"], found.get("OMP_WAIT_POLICY")) == (threads, policy)
 
@@ -46,7 +46,7 @@ def test_connections(mesh: MeshConfig, number: str) -> None:
 
 
 def test_precedence_and_origins() -> None:
-    """ENV-1: shell over env.NAME over determinism over platform; ENV-3: origins are recorded, secrets masked."""
+    """ENV-1, ENV-3: shell over env.NAME over determinism over platform; origins kept, secrets masked."""
     config = Config(env={"TORCH_NCCL_HIGH_PRIORITY": "0", "OMP_NUM_THREADS": "5", "MY_TOKEN": "s3cret"})
     shell = {"OMP_NUM_THREADS": "3", "UNRELATED": "x"}
     found = rank_environment(Setting(config, "cuda", ranks=1, cores=8), shell)
@@ -68,7 +68,7 @@ def test_bitwise_is_not_undone(where: str) -> None:
         )
         shell = {"PYTHONHASHSEED": value} if where == "shell" else {}
         if refused:
-            with pytest.raises(UserError, match="PYTHONHASHSEED=random.*needs 0"):
+            with pytest.raises(UserError, match=r"PYTHONHASHSEED=random.*needs 0"):
                 values(config, shell=shell)
         else:
             assert values(config, shell=shell)["PYTHONHASHSEED"] == "0"
@@ -98,7 +98,7 @@ def test_unknown_names() -> None:
 
 
 def test_cache(tmp_path: Path) -> None:
-    """CACHE-1, CACHE-2: `paths.cache` as given, below it a directory by versions; refused (3) if not writable."""
+    """CACHE-1, CACHE-2: `paths.cache` as given, by versions below it; refused (3) if not writable."""
     root, warning = cache_root(Config(paths=PathsConfig(cache=str(tmp_path / "cache"))))
     assert (root.parent, warning) == (tmp_path / "cache", None)
     assert values(Config(), cores=1)["TORCHINDUCTOR_CACHE_DIR"].endswith("inductor")

@@ -65,11 +65,21 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_run_from_start_to_end_and_the_same_command_again(start: Start, tmp_path: Path) -> None:
-    """LOG-6, RUN-2, RUN-6, CLOSE-1: all papers are there; a finished run exits 0 at once and touches nothing."""
+    """LOG-6, RUN-2, RUN-6, CLOSE-1: all papers are there; a finished run exits 0 and touches nothing."""
     code, text = out(start("launching", "max_steps=3"))
     run = only_run(tmp_path)
     assert code == 0, text
-    for name in "config.yaml overrides.yaml plan.json env.json code.json code.diff report.md loss.png launcher.log".split():
+    for name in [
+        "config.yaml",
+        "overrides.yaml",
+        "plan.json",
+        "env.json",
+        "code.json",
+        "code.diff",
+        "report.md",
+        "loss.png",
+        "launcher.log",
+    ]:
         assert (run / name).is_file(), name
     assert str(run) in text.splitlines()[1]
     assert str(run / "metrics.jsonl") in text.splitlines()[2]
@@ -111,7 +121,7 @@ def test_first_failing_rank_decides(start: Start, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(start: Start, tmp_path: Path) -> None:
-    """LOCAL-2, AGENT-3, RUN-3: INT gives 130 with the state saved; attempt 2 keeps the papers of attempt 1."""
+    """LOCAL-2, AGENT-3, RUN-3: INT gives 130, state saved; attempt 2 keeps the papers of attempt 1."""
     process = start("launching", "max_steps=60", "+env.FAKE_SLEEP=0.1")
     wait_for(lambda: step_of(tmp_path) >= 2)
     process.send_signal(signal.SIGINT)
@@ -131,7 +141,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(start: Start, tmp_path: Path)
 
 
 def test_term_stops_with_75_and_a_second_signal_kills(start: Start, tmp_path: Path) -> None:
-    """AGENT-3, LOCAL-2: TERM saves and exits 75; ranks that do not answer are killed by the second signal."""
+    """AGENT-3, LOCAL-2: TERM saves and exits 75; deaf ranks are killed by the second signal."""
     saving = start("launching", "max_steps=90", "+env.FAKE_SLEEP=0.1", "run_name=saving")
     deaf = start("launching", "max_steps=90", "+env.FAKE_SLEEP=0.1", "+env.FAKE_DEAF=1", "run_name=deaf")
     runs = tmp_path / "runs"
@@ -177,7 +187,7 @@ def test_a_killed_launch_leaves_no_orphan_and_is_gone_on_with(start: Start, tmp_
 
 
 def test_an_edit_starts_another_run_and_says_so(start: Start, tmp_path: Path, checkout: Path) -> None:
-    """RUN-8: the old directory stays as it is, one line names the edited file; undone, it is finished again."""
+    """RUN-8: the old directory stays, one line names the edited file; undone, it is finished again."""
     assert out(start("launching", "max_steps=2"))[0] == 0
     run = only_run(tmp_path)
     before = snapshot(run)
@@ -197,7 +207,7 @@ def test_an_edit_starts_another_run_and_says_so(start: Start, tmp_path: Path, ch
 
 
 def test_an_outer_launchers_numbers_reach_no_rank(start: Start, tmp_path: Path) -> None:
-    """AGENT-1, PLAN-3: inherited rank variables are dropped; a directory with blanks and quotes is no problem."""
+    """AGENT-1, PLAN-3: inherited rank variables are dropped; blanks and quotes in a path are no problem."""
     outer = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "3"}
     code, text = out(start("launching", "max_steps=1", "run_name=one", folder='a b$(c) "d', **outer))
     assert code == 0, text
@@ -228,7 +238,7 @@ def test_bar_in_a_pseudo_terminal(start: Start, tmp_path: Path, checkout: Path, 
     bars = [
         part
         for part in text.replace("\r", "\n").split("\n")
-        if "/5 " in part and "━" in part or "/s " in part
+        if ("/5 " in part and "━" in part) or "/s " in part
     ]
     assert any("4/5" in bar or "3/5" in bar for bar in bars), text
     assert any("loss" in bar for bar in bars) == (columns == 100)

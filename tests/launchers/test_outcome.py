@@ -48,7 +48,7 @@ def test_first_failure(
     code: int,
     signal: int,
 ) -> None:
-    """AGENT-4: the earliest cause; "closed by peer" yields to another within 10 s, and to a death without a word."""
+    """AGENT-4: the earliest cause; "closed by peer" yields to another within 10 s, and to a silent death."""
     for one in records:
         (tmp_path / f"error.{one['rank']}.json").write_text(json.dumps(one))
     failure = first_failure(tmp_path, codes, killed)

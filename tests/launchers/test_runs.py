@@ -54,7 +54,7 @@ def begin(
     state: str = "running",
     step: int = 0,
 ) -> Claim:
-    """Claim, write the papers, set the status and let go, as a launching process that was killed would leave it."""
+    """Claim, write papers and status, let go: what a launching process that was killed leaves."""
     taken = claim(config, code, data_key)
     papers = {"config.yaml": dump_config(config), "overrides.yaml": "[]\n"}
     papers["code.json"] = json.dumps({**code.json(), "data_key": data_key})
@@ -156,7 +156,7 @@ def test_resume_none_refuses_an_unfinished_run(make: Make) -> None:
 
 
 def test_a_sweeps_name_with_another_config(make: Make) -> None:
-    """SWEEP-9 names say only what is swept: another learning rate is another run, never taken for a finished one."""
+    """SWEEP-9 names say only what is swept: another learning rate is never taken for a finished run."""
     names = {"sweep__name": "lr", "sweep__job": "seed-0"}
     first = begin(make(**names), state="done", step=10)
     other = claim(make(**names, optimizer__lr=1.0), CODE, "d0")
@@ -172,7 +172,7 @@ def test_allowed_keys() -> None:
     fine = dict.fromkeys(
         ["mesh.ep", "optimizer.lr", "data.prefetch", "lr_schedule.horizon", "checkpoint.every"], 0
     )
-    allowed, refused = differences({**old, **fine}, {key: 1 for key in {**old, **fine}})
+    allowed, refused = differences({**old, **fine}, dict.fromkeys({**old, **fine}, 1))
     assert [d.key for d in refused] == sorted(old)
     assert [d.key for d in allowed] == sorted(fine)
     allowed, refused = differences({"data.unit": 0}, {"data.unit": 1, "data.allow_change": True})

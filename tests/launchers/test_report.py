@@ -1,0 +1,238 @@
+"""Reports, figures, closing screen and progress against numbers by hand (REPORT, CLOSE-1, BAR-1)."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.code_identity import CHECKOUT
+from src.compose import compose, dump_config
+from src.config import Config
+from src.errors import UserError
+from src.figures import mean_and_band
+from src.launchers.bar import Progress
+from src.launchers.closing import closing_screen, command, next_commands, shrink, strip
+from src.launchers.console import clock
+from src.records import LineReader, read_steps
+from src.report import write_report
+from src.report_facts import find_runs, groups, overrides_text
+
+SHARES = [0.5, 0.25, 0.25, 0.0]
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, Config]:
+    return {
+        mesh: compose(["data=synthetic", f"mesh={mesh}", "max_steps=4"]).config for mesh in ("single", "ep2")
+    }
+
+
+def step(number: int, loss: float | str, norm: float = 2.0) -> dict[str, Any]:
+    layer = {"max_over_mean": 2.0, "dead": 1, "load": SHARES}
+    speed = None if number < 3 else 1000.0 * number
+    return {
+        **{"step": number, "loss": loss, "grad_norm": norm, "lr": 0.001, "tokens_total": 50 * number},
+        **{"step_time": 0.5, "tokens_per_s": speed, "moe": {"layers": {"1": layer, "10": layer}}},
+    }
+
+
+def make_run(path: Path, config: Config, overrides: list[str], losses: list[Any], **more: Any) -> Path:
+    """A run directory as a launch leaves it; `more`: state, code, norm, seed, index."""
+    path.mkdir(parents=True)
+    config.seed, config.sweep.index = more.get("seed", 0), more.get("index", 0)
+    (path / "config.yaml").write_text(dump_config(config))
+    (path / "overrides.yaml").write_text(overrides_text(overrides))
+    state = more.get("state", "done")
+    reason = {"type": "ValueError", "message": "a|b\nc"} if state == "failed" else None
+    status = {"state": state, "exit_code": 0 if state == "done" else 1, "reason": reason}
+    (path / "status.json").write_text(json.dumps(status))
+    (path / "code.json").write_text(json.dumps({"code_identity": more.get("code", "c"), "data_key": "d"}))
+    lines = [json.dumps(step(k + 1, loss, more.get("norm", 2.0))) for k, loss in enumerate(losses)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, configs: dict[str, Config]) -> Path:
+    """single: seeds 0, 1, 2; ep2: seed 0 with 0.1 % more loss, seed 1 of other code, seed 2 failed."""
+    rows: list[tuple[str, int, list[Any], dict[str, Any]]] = [
+        ("single", 0, [4.0, 3.0, 2.5, 2.0], {}),
+        ("single", 1, [4.0, 3.0, 2.5, 3.0], {}),
+        ("single", 2, [4.0, 3.0, 2.5, 4.0], {}),
+        ("ep2", 0, [4.0, 3.0, 2.5, 2.004], {"norm": 2.0002}),
+        ("ep2", 1, [4.0, 3.0, 2.5, 3.0], {"code": "other"}),
+        ("ep2", 2, [4.0, "nan"], {"state": "failed"}),
+    ]
+    for index, (mesh, seed, losses, more) in enumerate(rows):
+        overrides = [f"seed={seed}", f"mesh={mesh}", "max_steps=4"]
+        make_run(
+            tmp_path / f"{mesh}-{seed}", configs[mesh], overrides, losses, seed=seed, index=index, **more
+        )
+    return tmp_path
+
+
+def test_sweep_report(sweep: Path) -> None:
+    """REPORT-1 to 3: rows, mean ± sd with n, what is not averaged, differences between meshes."""
+    text = write_report(sweep).read_text()
+    facts = json.loads((sweep / "report.json").read_text())
+    assert facts["swept"] == ["seed", "mesh"]
+    assert [run["directory"].rpartition("/")[2] for run in facts["runs"]][:2] == ["single-0", "single-1"]
+    assert facts["runs"][1]["best_loss"] == 2.5
+    assert facts["runs"][0]["tokens_per_s"] == 3500.0
+    failed = facts["runs"][5]
+    assert (failed["state"], failed["steps"], failed["last_loss"]) == ("failed", 2, 4.0)
+    single, first, second = facts["groups"]
+    assert (single["keys"], single["n"], single["seeds"]) == ({"mesh": "single"}, 3, [0, 1, 2])
+    assert single["last_loss"] == {"mean": 3.0, "sd": 1.0, "n": 3}
+    assert (first["n"], first["last_loss"]["sd"], second["n"]) == (1, None, 1)
+    assert "mesh=ep2: not averaged together, for code differ" in facts["notes"]
+    assert "mesh=ep2: 2 of 3 runs are done" in facts["notes"]
+    pairs = {pair["seed"]: pair for pair in facts["meshes"]}
+    assert pairs[0]["first"], pairs[0]["mesh"] == ("single", "ep2")
+    assert math.isclose(pairs[0]["loss"], 0.004 / 2.0)
+    assert math.isclose(pairs[0]["grad_norm"], 0.0002 / 2.0, rel_tol=1e-9)
+    assert pairs[0]["flagged"] is True
+    assert 1 not in pairs
+    assert (pairs[2]["loss"], pairs[2]["flagged"]) == (None, True)
+    assert "3 ± 1" in text
+    assert "a\\|b c" in text
+    assert (sweep / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_band_of_a_group(sweep: Path) -> None:
+    """REPORT-3: the figure's line is the mean over seeds, its band the sample standard deviation."""
+    found, _ = groups(find_runs(sweep))
+    steps, means, sds = mean_and_band(found[0])
+    assert (steps, means, sds) == ([1, 2, 3, 4], [4.0, 3.0, 2.5, 3.0], [0.0, 0.0, 0.0, 1.0])
+
+
+def test_report_script_rebuilds(sweep: Path) -> None:
+    """REPORT-1: `scripts/report.py DIR` makes the same report from the run directories alone."""
+    write_report(sweep, figure=False)
+    before = (sweep / "report.json").read_bytes()
+    (sweep / "report.json").unlink()
+    script = [sys.executable, str(CHECKOUT / "scripts" / "report.py"), str(sweep), "--no-figure"]
+    assert subprocess.run(script, cwd="/", check=False).returncode == 0
+    assert (sweep / "report.json").read_bytes() == before
+    with pytest.raises(UserError, match="holds no run"):
+        write_report(sweep / "single-0" / "nothing")
+
+
+@pytest.fixture
+def single(tmp_path: Path, configs: dict[str, Config]) -> Path:
+    """A run with evaluations and samples; step 2 was repeated by a second attempt."""
+    run = make_run(tmp_path / "one", configs["single"], ["max_steps=4"], [8.0, 99.0, 4.0, 2.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(2, 6.0)) + '\n{"step": 3, "lo')
+    lines = [
+        {"step": s, "loss": x, "bits_per_byte": x / 2, "frequencies": 6.67, "pairs": 4.3, "uniform": 9.01}
+        for s, x in ((0, 9.0), (4, 5.25))
+    ]
+    (run / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [
+        {"step": s, "prompt": "def f(", "mode": m, "text": f"{m} {s}\n```"}
+        for s in (0, 4)
+        for m in ("greedy", "sampled")
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    return run
+
+
+def test_closing_screen(single: Path) -> None:
+    """CLOSE-1: steps, tokens, time, held-out loss between its lines, curve, loads, sample, commands."""
+    lines = closing_screen(single, ["max_steps=4"]).splitlines()
+    assert lines[1] == "done       4 steps, 200 tokens in 0:02 (100 tokens/s)"
+    assert lines[2] == f"directory  {single}"
+    assert [line[11:] for line in lines[3:7]] == [
+        "  9.010 nats  all tokens alike",
+        "  6.670 nats  token frequencies",
+        "  5.250 nats  this model  2.625 bits per byte",
+        "  4.300 nats  pairs of tokens",
+    ]
+    assert lines[7] == "loss       8.000 █▆▃▁ 2.000"
+    assert lines[8] == "experts    layer 1   █▅▅▁ max/mean 2.00, 1 dead"
+    assert lines[9] == "           layer 10  █▅▅▁ max/mean 2.00, 1 dead"
+    assert lines[10] == "sample     def f( │ greedy 4\\n```"
+    assert len(lines) == 14
+
+
+def test_run_report(single: Path) -> None:
+    """REPORT-3: a single run has all three files; readers take the last line of a step (LOG-3)."""
+    assert [record["loss"] for record in read_steps(single / "metrics.jsonl")] == [8.0, 6.0, 4.0, 2.0]
+    text = write_report(single).read_text()
+    facts = json.loads((single / "report.json").read_text())
+    assert (facts["kind"], facts["last_loss"], facts["heldout_loss"], facts["bits_per_byte"]) == (
+        "run",
+        2.0,
+        5.25,
+        2.625,
+    )
+    assert "````text" in text
+    assert "| 0    | 9 " in text
+    assert (single / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_next_commands() -> None:
+    """CLOSE-1: the commands keep the overrides, replace the one they change, and can be pasted."""
+    shown = next_commands(Path("/r/a b"), ["mesh=ep2", "run_name=x", "seed=3", "+env.A='b c'"])
+    assert shown[0].startswith("python train.py seed=3 '+env.A='\"'\"'b c'\"'\"'' mesh=single ")
+    assert shown[1].startswith("python train.py -m mesh=ep2 ")
+    assert "seed=3" not in shown[1]
+    assert "'/r/a b'" in shown[2]
+    assert command(["mesh=single"], "mesh=pp2ep2") == "python train.py mesh=pp2ep2"
+
+
+def test_strips() -> None:
+    """Sparklines: ends of the scale, neighbours averaged, not finite is blank, a flat line is low."""
+    assert strip([0.0, 3.5, 7.0]) == "▁▅█"
+    assert strip([2.0, math.nan, 4.0]) == "▁ █"
+    assert strip([5.0, 5.0]) == "▁▁"
+    assert strip([]) == ""
+    assert shrink([1.0, 3.0, 5.0, 9.0, 2.0], 2) == [2.0, 16 / 3]
+
+
+@pytest.mark.parametrize(("width", "wide"), [(39, False), (60, False), (100, True), (200, True)])
+def test_bar(tmp_path: Path, width: int, wide: bool) -> None:
+    """BAR-1: step, loss, lr, tokens/s and time left within the width, 40 columns included."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(step(k, 2.0)) + "\n" for k in range(1, 11)))
+    progress = Progress(path, total=130)
+    assert progress.bar(width) == "0/130 starting"
+    assert [record["step"] for record in progress.read()] == list(range(1, 11))
+    bar = progress.bar(width)
+    assert len(bar) <= width
+    assert progress.speed == 6500.0
+    assert progress.left == 60.0
+    words = (
+        ("loss 2.000", "lr 1.00e-03", "6,500 tokens/s", "ETA 1:00")
+        if wide
+        else ("2.00", "1e-03", "6.5k/s", "1:00")
+    )
+    assert all(word in bar for word in ("10/130", *words))
+    assert progress.bar(30, "a-job").startswith("a-job  ")
+    assert progress.plain() == "step 10/130  loss 2.000  lr 1.00e-03  6,500 tokens/s  ETA 1:00"
+
+
+def test_line_reader_waits_for_whole_lines(tmp_path: Path) -> None:
+    """A line that is half written is read once it is whole; what was there before can be passed over."""
+    path = tmp_path / "file"
+    assert LineReader(path).new_lines() == []
+    path.write_text("old\n")
+    new, all_lines = LineReader(path, from_end=True), LineReader(path)
+    with path.open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert (new.new_lines(), all_lines.new_lines()) == (["one"], ["old", "one"])
+        file.write("o\n")
+    assert (new.new_lines(), all_lines.new_lines()) == (["two"], ["two"])
+
+
+def test_clock() -> None:
+    """Durations for people."""
+    assert [clock(seconds) for seconds in (0, 42.4, 725, 11400)] == ["0:00", "0:42", "12:05", "3:10:00"]

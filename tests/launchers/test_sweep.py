@@ -1,0 +1,199 @@
+"""Multiruns: names, slots, failures, repeated sweeps, Ctrl-C (SWEEP, EXIT-2, LOCAL-3)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from src.compose import compose
+from src.config import Config
+from src.errors import UserError
+from src.launchers.jobs import Job, data_failure, make_jobs, prepare_data, swept_places
+from src.launchers.sweep import Sweep, check_one_launcher, sweep_code
+from tests.launchers.conftest import Start
+from tests.launchers.test_launch import out, snapshot, status, wait_for
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose(["data=synthetic"]).config
+
+
+def test_names(config: Config) -> None:
+    """SWEEP-9, RUN-4: `<job>` is the swept pairs, `<sweep>` a hash of the swept overrides in any order."""
+    jobs = [
+        ["max_steps=3", f"seed={seed}", f"mesh={mesh}"] for seed in (0, 1) for mesh in ("ep2pp2", "single")
+    ]
+    assert swept_places(jobs) == [1, 2]
+    assert swept_places([["seed=0", "max_steps=3"]]) == [0, 1]
+    typed = ["max_steps=3", "seed=0,1", "mesh=ep2pp2,single"]
+    made = make_jobs([config] * 4, jobs, typed)
+    assert made[0].name == "seed-0-mesh-ep2pp2"
+    assert [job.config.sweep.index for job in made] == [0, 1, 2, 3]
+    assert made[0].swept == {"seed": "0", "mesh": "ep2pp2"}
+    other = make_jobs([config] * 4, jobs, list(reversed(typed)))
+    assert made[0].config.sweep.name == other[0].config.sweep.name
+    assert re.fullmatch(r"deepseek_v2-[0-9a-f]{8}", str(made[0].config.sweep.name))
+    long = make_jobs([config] * 2, [[f"data.files=[{'x' * 300}{end}]"] for end in "ab"], ["data.files=..."])
+    assert len({job.name for job in long}) == 2
+    assert max(len(job.name) for job in long) <= 96
+
+
+def job(state: str, code: int | None) -> Job:
+    made = Job(Config(), [], {}, None)
+    made.end(state, code)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ends", "signals", "code"),
+    [
+        ([("done", 0), ("done", 0)], [], 0),
+        ([("done", 0), ("failed", 42), ("failed", 7)], [], 42),
+        ([("stopped", 75), ("failed", 7)], [], 7),
+        ([("stopped", 75), ("done", 0)], [], 75),
+        ([("stopped", 130), ("cancelled", None)], [2], 130),
+        ([("failed", 4), ("cancelled", None)], [], 4),
+    ],
+)
+def test_code(ends: list[tuple[str, int | None]], signals: list[int], code: int) -> None:
+    """EXIT-2: the first failed job in sweep order; 75 if none failed but some stopped; 130 after Ctrl-C."""
+    assert sweep_code([job(*end) for end in ends], signals) == code
+
+
+def test_one_launcher(config: Config) -> None:
+    """SWEEP-7: items that want another launcher are refused."""
+    other = copy.deepcopy(config)
+    other.launcher.name = "slurm"
+    check_one_launcher([config, config])
+    with pytest.raises(UserError, match="SWEEP-7"):
+        check_one_launcher([config, other])
+
+
+def test_each_key_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SWEEP-2: one preparation a key, `prepare_parallel` at a time; a failed key has its code."""
+    running, most, seen = [0], [0], []
+    lock = threading.Lock()
+
+    def prepare(config: Any, report: Any) -> Any:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            seen.append(config)
+        time.sleep(0.05)
+        with lock:
+            running[0] -= 1
+        if config == "bad":
+            raise UserError("no disk", code=4)
+        return SimpleNamespace(built=True, path="p")
+
+    monkeypatch.setattr("src.trainer.data.prepare.prepare", prepare)
+    jobs = [
+        Job(name, [], {}, key)
+        for name, key in (("a", "k1"), ("b", "k1"), ("bad", "k2"), ("c", "k3"), ("d", None))
+    ]
+    futures = prepare_data(jobs, 2, lambda text: None)
+    wait_for(lambda: all(future.done() for future in futures.values()))
+    assert sorted(seen) == ["a", "bad", "c"]
+    assert most[0] == 2
+    assert data_failure(futures["k1"]) is None
+    assert data_failure(futures["k2"]) == (4, "UserError: no disk")
+    assert data_failure(None) is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "parallel", "running", "world", "fits", "beside"),
+    [
+        (2, "auto", [], 4, True, 1),
+        (2, "auto", [1], 1, True, 2),
+        (2, "auto", [1, 1], 1, False, 2),
+        (2, "auto", [1], 2, False, 1),
+        (5, "auto", [2], 2, True, 2),
+        (2, "3", [1, 1], 2, True, 3),
+        (9, "1", [1], 1, False, 1),
+    ],
+)
+def test_slots(
+    config: Config, slots: int, parallel: str, running: list[int], world: int, fits: bool, beside: int
+) -> None:
+    """SWEEP-5, LOCAL-3: max(1, slots / world) jobs side by side; `launcher.parallel` overrides the number."""
+
+    def sized(ep: int, state: str) -> Job:
+        mine = copy.deepcopy(config)
+        mine.mesh.ep, mine.launcher.slots, mine.launcher.parallel, mine.sweep.name = ep, slots, parallel, "s"
+        return Job(mine, [], {}, None, state=state)
+
+    new = sized(world, "queued")
+    sweep = Sweep([*(sized(ep, "running") for ep in running), new], "worker")
+    assert sweep._has_room(new) == fits
+    assert sweep._beside(new) == beside
+
+
+def test_a_failed_job_stops_no_other_and_the_sweep_goes_on(start: Start, tmp_path: Path) -> None:
+    """SWEEP-3, SWEEP-4, EXIT-1: 42 is the sweep's code; typed again, done jobs stay byte for byte."""
+    words = ["seed=0,1,2", "max_steps=3"]
+    code, text = out(start("sweeping", *words, "+env.FAKE_FAIL=0:exit42@2", "+env.FAKE_FAIL_SEED=1"))
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert code == 42, text
+    assert [status(directory / f"seed-{k}")["state"] for k in range(3)] == ["done", "failed", "done"]
+    rows = {row["seed"]: row for row in json.loads((directory / "report.json").read_text())["runs"]}
+    assert (rows["1"]["exit_code"], rows["1"]["steps"]) == (42, 1)
+    assert "| 1    | failed | 42 " in text
+    threads = (directory / "seed-0" / "ranks" / "rank_00000.log").read_text().split()[5]
+    cores = len(os.sched_getaffinity(0))
+    assert int(threads) == max(1, cores // max(1, cores))
+    before = [snapshot(directory / f"seed-{k}") for k in (0, 2)]
+    code, text = out(start("sweeping", *words))
+    assert code == 0, text
+    assert [snapshot(directory / f"seed-{k}") for k in (0, 2)] == before
+    assert status(directory / "seed-1")["attempt"] == 2
+    groups = json.loads((directory / "report.json").read_text())["groups"]
+    assert [(group["n"], group["last_loss"]["mean"]) for group in groups] == [
+        (3, pytest.approx(4 / 3 + 1 / 8))
+    ]
+    assert groups[0]["last_loss"]["sd"] == pytest.approx(1 / 8)
+
+
+def test_ctrl_c_stops_running_jobs_and_cancels_the_others(start: Start, tmp_path: Path) -> None:
+    """SWEEP-6: running jobs save, queued ones never start, the report is written, 130."""
+    words = ["seed=0,1,2", "max_steps=200", "+env.FAKE_SLEEP=0.1", "launcher.parallel='1'"]
+    process = start("sweeping", *words)
+    wait_for(lambda: list(tmp_path.glob("runs/*/seed-0/fake_step")))
+    process.send_signal(signal.SIGINT)
+    code, text = out(process)
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert code == 130, text
+    assert status(directory / "seed-0")["state"] == "stopped"
+    assert not (directory / "seed-1").exists()
+    assert text.count("cancelled") >= 2
+    assert (directory / "report.md").is_file()
+
+
+@pytest.mark.slow
+def test_sweep_of_six(start: Start, tmp_path: Path) -> None:
+    """SWEEP-5, REPORT-2: three seeds on two meshes; means, differences between meshes, one table."""
+    code, text = out(start("sweeping", "seed=0,1,2", "mesh=single,ep2", "max_steps=3"))
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert code == 0, text
+    facts = json.loads((directory / "report.json").read_text())
+    assert [(row["seed"], row["mesh"], row["state"]) for row in facts["runs"]] == [
+        (str(seed), mesh, "done") for seed in range(3) for mesh in ("single", "ep2")
+    ]
+    assert [(group["keys"], group["n"]) for group in facts["groups"]] == [
+        ({"mesh": "single"}, 3),
+        ({"mesh": "ep2"}, 3),
+    ]
+    assert [(pair["seed"], pair["loss"], pair["flagged"]) for pair in facts["meshes"]] == [
+        (k, 0.0, False) for k in range(3)
+    ]
+    assert text.count("| done ") == 6
