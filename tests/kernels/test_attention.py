@@ -1,0 +1,100 @@
+"""OP-2, NUM-5: implementations agree with an fp64 loop; documents are apart, in values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.kernels.attention import attention, sdpa_cpu
+from tests.models.tools import relative
+
+H, C, U, SCALE = 3, 16, 7, 0.37
+# Segments of length 1 included; they end inside and at the end of a sample.
+LENGTHS = [5, 1, 17, 2, 1, 24]
+Function = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+BOTH = pytest.mark.parametrize("function", [attention, sdpa_cpu])
+
+
+def documents() -> Tensor:
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS), dtype=torch.int32), torch.tensor(LENGTHS))
+    return ids.view(2, 25)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    widths = (C, C, U)
+    return [torch.randn(2, 25, H, w, generator=generator).to(dtype).requires_grad_() for w in widths]
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One query at a time, in fp64."""
+    out, lse = torch.zeros(2, 25, H, U, dtype=torch.float64), torch.zeros(2, H, 25, dtype=torch.float64)
+    for b, i, h in ((b, i, h) for b in range(2) for i in range(25) for h in range(H)):
+        keys = [j for j in range(i + 1) if ids is None or ids[b, i] == ids[b, j]]
+        scores = SCALE * k[b, keys, h].double() @ q[b, i, h].double()
+        lse[b, h, i] = scores.exp().sum().log()
+        out[b, i, h] = (scores - lse[b, h, i]).exp() @ v[b, keys, h].double()
+    return out, lse
+
+
+@BOTH
+@pytest.mark.parametrize("packed", [False, True])
+def test_value_and_lse_equal_the_loop(function: Function, packed: bool) -> None:
+    ids = documents() if packed else None
+    q, k, v = inputs()
+    out, lse = function(q, k, v, SCALE, ids)
+    want, want_lse = oracle(q.detach(), k.detach(), v.detach(), ids)
+    assert relative(out.detach(), want) < 1e-6
+    assert relative(lse, want_lse) < 1e-6
+    assert not lse.requires_grad
+
+
+@BOTH
+def test_num_5_packed_equals_separate_documents(function: Function) -> None:
+    q, k, v = inputs()
+    weight = torch.randn(2, 25, H, U, generator=torch.Generator().manual_seed(2))
+    out, _ = function(q, k, v, SCALE, documents())
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    flat = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
+    parts = [function(*(x[None] for x in piece), SCALE, None)[0][0] for piece in pieces(flat)]
+    apart = torch.autograd.grad((torch.cat(parts) * weight.flatten(0, 1)).sum(), flat)
+    assert relative(out.detach().flatten(0, 1), torch.cat(parts).detach()) < 1e-6
+    for grad, want in zip(grads, apart, strict=True):
+        assert relative(grad.flatten(0, 1), want) < 2e-6
+
+
+def pieces(flat: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Per run of one document within one sample (a document here may span two samples' rows)."""
+    ids, rows = documents().flatten(), torch.arange(50) // 25
+    change = [0, *[i for i in range(1, 50) if ids[i] != ids[i - 1] or rows[i] != rows[i - 1]], 50]
+    return [tuple(x[a:b] for x in flat) for a, b in zip(change, change[1:], strict=False)]
+
+
+@BOTH
+def test_num_5_other_documents_do_not_change_bitwise(function: Function) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    before, _ = function(q, k, v, SCALE, documents())
+    changed = documents() == 2
+    for x in (q, k, v):
+        x[changed] += 1e3
+    after, _ = function(q, k, v, SCALE, documents())
+    assert torch.equal(before[~changed], after[~changed])
+    assert not torch.equal(before[changed], after[changed])
+
+
+@BOTH
+def test_bf16_is_as_near_as_bf16_can_be(function: Function) -> None:
+    q, k, v = inputs(torch.bfloat16)
+    out, lse = function(q, k, v, SCALE, documents())
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    assert relative(out.detach(), oracle(q.detach(), k.detach(), v.detach(), documents())[0]) < 1e-2
+
+
+def test_num_6_ignoring_documents_is_noticed() -> None:
+    q, k, v = inputs()
+    out, _ = sdpa_cpu(q, k, v, SCALE, None)
+    assert relative(out.detach(), oracle(q.detach(), k.detach(), v.detach(), documents())[0]) > 1e-2

@@ -1,0 +1,57 @@
+"""OP-5, OP-9, OP-10, OP-11: formulas against independent ones, and the precision each keeps."""
+
+from __future__ import annotations
+
+import cmath
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from src.kernels.rms_norm import rms_norm
+from src.kernels.rope import rope
+from src.kernels.router_linear import router_linear
+from src.kernels.swiglu import swiglu
+from tests.models.tools import relative
+
+
+def test_mod_6_rms_norm_has_eps_inside_the_root_and_rounds_once() -> None:
+    x, w = torch.randn(9, 7) * 0.01, torch.randn(7)
+    want = F.rms_norm(x.double(), (7,), w.double(), 1e-3)
+    assert relative(rms_norm(x, w, 1e-3), want) < 1e-6
+    half = rms_norm(x.bfloat16(), w, 1e-3)
+    assert half.dtype == torch.bfloat16
+    exact = F.rms_norm(x.bfloat16().double(), (7,), w.double(), 1e-3)
+    assert torch.equal(half, exact.bfloat16()) or relative(half, exact) < 2**-9
+
+
+def test_ffn_1_the_gate_is_the_first_half() -> None:
+    gate, up = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[3.0, 5.0, -7.0]])
+    want = gate * torch.sigmoid(gate) * up
+    assert torch.allclose(swiglu(torch.cat((gate, up), -1)), want)
+    assert not torch.allclose(swiglu(torch.cat((up, gate), -1)), want)
+
+
+def test_att_2_rope_rotates_neighbouring_pairs() -> None:
+    """One complex number at a time, with Python's own arithmetic."""
+    x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
+    angles = torch.randn(1, 4, 3, dtype=torch.float64)
+    found = rope(x, angles.cos(), angles.sin())
+    for s, h, pair in ((s, h, p) for s in range(4) for h in range(2) for p in range(3)):
+        z = complex(*x[0, s, h, 2 * pair : 2 * pair + 2].tolist()) * cmath.exp(1j * angles[0, s, pair].item())
+        assert found[0, s, h, 2 * pair : 2 * pair + 2].tolist() == pytest.approx([z.real, z.imag], rel=1e-12)
+
+
+def test_rope_keeps_the_dtype_of_x() -> None:
+    x, angles = torch.randn(1, 4, 2, 6), torch.randn(1, 4, 3)
+    half = rope(x.bfloat16(), angles.cos(), angles.sin())
+    assert half.dtype == torch.bfloat16
+    assert relative(half, rope(x.bfloat16().double(), angles.cos().double(), angles.sin().double())) < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_mod_4_router_logits_are_at_least_fp32(dtype: torch.dtype) -> None:
+    x, w = torch.randn(9, 64).to(dtype), torch.randn(5, 64).to(dtype)
+    logits = router_linear(x, w)
+    assert logits.dtype == torch.promote_types(dtype, torch.float32)
+    assert relative(logits, x.double() @ w.double().T) < 1e-6

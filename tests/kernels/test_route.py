@@ -1,0 +1,63 @@
+"""OP-7 and ROUTE-1: choice and weights against a loop in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.kernels.route import Routed, route
+
+E, K = 15, 3
+
+
+def by_hand(logits: list[float], groups: int, kept: int, top_k: int) -> tuple[list[int], list[float]]:
+    """The rule of ROUTE-1 for one token: best groups by their largest score, others count as 0."""
+    scores = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+    size = len(scores) // groups
+    best = sorted(range(groups), key=lambda g: (-max(scores[g * size : (g + 1) * size]), g))[:kept]
+    masked = [score if index // size in best else 0.0 for index, score in enumerate(scores)]
+    ids = sorted(range(len(scores)), key=lambda e: (-masked[e], e))[:top_k]
+    return ids, [scores[e] for e in ids]
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (5, 2), (3, 1), (5, 5)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_route_1_choice_and_weights(groups: int, kept: int, tied: bool) -> None:
+    logits = torch.randn(200, E, generator=torch.Generator().manual_seed(groups))
+    logits = logits.round() if tied else logits
+    routed = route(logits, K, groups=groups, groups_kept=kept, scale=2.5)
+    for token in range(200):
+        ids, weights = by_hand(logits[token].tolist(), groups, kept, K)
+        assert routed.ids_TK[token].tolist() == ids
+        assert routed.weights_TK[token].tolist() == pytest.approx([2.5 * w for w in weights], rel=1e-5)
+    assert routed.ids_TK.dtype == torch.int32
+    assert torch.allclose(routed.scores_TE, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(4, E), torch.full((4, E), 1e4), torch.eye(4, E) * 1e4])
+def test_mod_4_ties_go_to_the_lowest_id_and_ids_are_distinct(logits: Tensor) -> None:
+    """In the last case all scores but one underflow to 0 and the masked groups are 0 too."""
+    ids = route(logits, K, groups=5, groups_kept=2, scale=1.0).ids_TK
+    assert all(len(set(row)) == K for row in ids.tolist())
+    if not logits.diff(dim=1).any():
+        assert ids.tolist() == [[0, 1, 2]] * 4
+
+
+def test_given_ids_skip_the_choice() -> None:
+    logits = torch.randn(6, E, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[14, 0, 7]] * 6, dtype=torch.int32)
+    routed = route(logits, K, groups=5, groups_kept=2, scale=3.0, ids_TK=ids)
+    assert torch.equal(routed.ids_TK, ids)
+    assert torch.allclose(routed.weights_TK, 3.0 * logits.softmax(-1)[:, [14, 0, 7]])
+
+
+def test_route_6_the_gradient_passes_through_the_softmax_over_all() -> None:
+    logits = torch.randn(1, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    routed: Routed = route(logits, K, groups=1, groups_kept=1, scale=1.0)
+    (grad,) = torch.autograd.grad(routed.weights_TK.sum(), logits)
+    p = logits.detach().softmax(-1)
+    chosen = torch.zeros_like(p).scatter(1, routed.ids_TK.long(), 1.0)
+    assert torch.allclose(grad, p * (chosen - (p * chosen).sum()), atol=1e-7)
+    others = grad[chosen == 0]
+    assert bool((others != 0).all())
