@@ -85,9 +85,17 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
             problems += [
                 Problem(f"[{' '.join(job)}] {p.key}", p.message, p.fix, p.rule) for p in error.problems
             ]
-    if problems:
-        raise UserError(problems)
+    raise_all(problems or _shared_names(configs))
     return configs
+
+
+def _shared_names(configs: Sequence[Config]) -> list[Problem]:
+    """A `run_name` that two jobs of a sweep have: they would train in one directory."""
+    names = [config.run_name for config in configs if config.run_name is not None]
+    message = "two jobs of the sweep would share the directory {}"
+    fix = "leave run_name out: sweep.name=NAME names the sweep, and each job has a name of its own"
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [Problem("run_name", message.format(name), fix, "RUN-5") for name in twice]
 
 
 def check_overrides(overrides: Sequence[str], multirun: bool) -> None:

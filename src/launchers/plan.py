@@ -162,7 +162,7 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
 
 
 def check_memory(plan: LaunchPlan) -> None:
-    """Raise `UserError` (3) with the arithmetic if the machine lacks the devices or the memory (PROJ-2, RANK-3)."""
+    """Raise `UserError` (3) with the arithmetic if devices or memory do not suffice (PROJ-2, RANK-3)."""
     if plan.devices is not None and plan.devices < plan.world:
         message = f"{plan.world} ranks need a GPU each, {plan.devices} are visible"
         fix = "take a mesh with fewer ranks, or platform=cpu"

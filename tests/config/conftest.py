@@ -30,13 +30,13 @@ def _default() -> Config:
     return compose([]).config
 
 
-@pytest.fixture()
+@pytest.fixture
 def base(_default: Config) -> Config:
     """The default run, composed once; a test may change its copy."""
     return copy.deepcopy(_default)
 
 
-@pytest.fixture()
+@pytest.fixture
 def problems() -> Problems:
     """Key → problem of a refused composition; empty if it is accepted."""
 
@@ -44,8 +44,10 @@ def problems() -> Problems:
         try:
             compose(list(overrides))
         except UserError as error:
-            assert error.code == 2
-            return {problem.key: problem for problem in error.problems}
-        return {}
+            found = error
+        else:
+            return {}
+        assert found.code == 2
+        return {problem.key: problem for problem in found.problems}
 
     return ask

@@ -1,4 +1,4 @@
-"""`train.py` as a person runs it: help, refusals, dry runs, flags in any order, exit codes (HELP-1, LOG-6, CFG-18)."""
+"""`train.py` as a person runs it: help, refusals, dry runs, flags, exit codes (HELP-1, LOG-6, CFG-18)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_quick_and_whole(tmp_path: Path) -> None:
-    """CFG-2, CFG-18, LOG-6: both typos with their nearest keys, exit 2, a first line at once, and a time limit
-    of 1.5 s (CPU time here, for a busy machine may take longer)."""
+    """CFG-2, CFG-18, LOG-6: both typos with their nearest keys, exit 2, a first line at once, in under 1.5 s
+    (of CPU time here, for a busy machine may take longer)."""
     begin = time.monotonic()
     command = [sys.executable, str(CHECKOUT / "train.py"), "sead=3", "model.hiden_size=64"]
     with subprocess.Popen(
@@ -153,6 +153,8 @@ def test_a_sweep_is_refused_whole(
     for seed in (0, 1):
         assert f"[seed={seed} mesh=ep5 data=synthetic] mesh.ep" in said
     assert "mesh=single" not in said
+    assert main(["-m", "seed=0,1", "run_name=mine", "data=synthetic"]) == 2
+    assert "would share the directory mine" in capsys.readouterr().err
     assert main(["-m", "seed=0,1", "hydra/launcher=basic", "data=synthetic"]) == 2
     assert "SWEEP-7" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

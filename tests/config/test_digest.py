@@ -118,7 +118,8 @@ def test_digests_are_equal_in_fresh_processes(base: Config, tmp_path: Path) -> N
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(base))
     code = (
-        "import sys, json; from pathlib import Path; from src.compose import *; c = load_config(Path(sys.argv[1]));"
+        "import sys, json; from pathlib import Path; from src.compose import *;"
+        "c = load_config(Path(sys.argv[1]));"
         "print(json.dumps([config_digest(c), identity(c)]))"
     )
     for seed in ("0", "1234"):

@@ -1,4 +1,4 @@
-"""Mesh specs, families and sizes, precedence, site file, experiments, and `conf/` as data (CFG-8 to CFG-13)."""
+"""Mesh specs, families and sizes, precedence, site file, experiments, `conf/` as data (CFG-8 to CFG-13)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: Pr
 
 
 def test_experiments_compose() -> None:
-    """CFG-12: command, hardware and speed in the first lines; deltas and `override` entries only; no launcher."""
+    """CFG-12: command, hardware and speed come first; then deltas and `override` entries; no launcher."""
     names = options("experiment")
     with config_loader() as loader:
         configs = compose_jobs(loader, [[f"experiment={name}"] for name in names])
@@ -154,8 +154,8 @@ def test_experiments_compose() -> None:
         assert probe.model.vocab_size == 64
 
 
-def test_every_option_composes_with_every_model() -> None:
-    """CFG-12: the k-th option of every group together, so that each option composes; bf16 waits for a backend."""
+def test_every_option_composes() -> None:
+    """CFG-12: the k-th option of every group together, so that each composes; bf16 waits for a backend."""
     skipped = {"experiment": "", "tokenizer": "hf", "data": "", "precision": "bf16"}
     choices = {name: [option for option in options(name) if option != skipped.get(name)] for name in GROUPS}
     texts = ["data=text_files", 'data.files=["a"]']

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf do alone (HYD-1 to HYD-18): each fact has its check, so that an upgrade is noticed."""
+"""What Hydra and OmegaConf do alone (HYD-1 to HYD-18): a check for each, so that an upgrade is noticed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from src.overrides import parse
 MODEL = ["model.family=deepseek_v2"]
 
 
-@pytest.fixture()
+@pytest.fixture
 def load() -> Callable[..., DictConfig]:
     """Hydra's own composition, without our checks."""
 
@@ -126,11 +126,15 @@ def group(tmp_path: Path, name: str, **options: str) -> None:
         (folder / f"{option}.yaml").write_text(text)
 
 
-QUIET = "defaults:\n  - _self_\n  - override hydra/job_logging: disabled\n  - override hydra/hydra_logging: disabled\n"
+QUIET = """defaults:
+  - _self_
+  - override hydra/job_logging: disabled
+  - override hydra/hydra_logging: disabled
+"""
 
 
 def test_jobs_of_the_basic_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HYD-11: `sys.exit` in a job ends the sweep; HYD-18: a run and a sweep make their directories at once."""
+    """HYD-11: `sys.exit` in a job ends the sweep; HYD-18: runs and sweeps make their directories at once."""
     monkeypatch.chdir(tmp_path)
     seen: list[int] = []
 
@@ -151,7 +155,8 @@ def test_launchers_are_fixed_before_the_sweep(tmp_path: Path, monkeypatch: pytes
     """HYD-12: without -m a launcher is not called; HYD-13: a swept one is in the config but not in use;
     a group file that sets `hydra.mode` makes a sweep."""
     monkeypatch.chdir(tmp_path)
-    ours = "# @package _global_\ndefaults:\n  - override /hydra/launcher: manyhead_local\nhydra:\n  mode: {mode}\n"
+    ours = "# @package _global_\ndefaults:\n  - override /hydra/launcher: manyhead_local\n"
+    ours += "hydra:\n  mode: {mode}\n"
     group(tmp_path, "where", here="{}", run=ours.format(mode="RUN"), sweep=ours.format(mode="MULTIRUN"))
     text = QUIET.replace("  - _self_\n", "  - _self_\n  - where: here\n")
     claimed: list[str] = []

@@ -45,7 +45,8 @@ def test_names_in_a_sweep(base: Config) -> None:
 @pytest.mark.parametrize(
     "pairs",
     [
-        ["resume=a b;c"], ["data.files=[a,b]"], ["x=" + "y" * 300], ["model=deepseek_v2/lite"], ["a=é"], ["+env.A='$x'"],
+        ["resume=a b;c"], ["data.files=[a,b]"], ["x=" + "y" * 300], ["model=deepseek_v2/lite"],
+        ["a=é"], ["+env.A='$x'"],
     ],
 )  # fmt: skip
 def test_names_paste_unquoted(pairs: list[str]) -> None:

@@ -39,7 +39,7 @@ def test_shards_add_up_to_the_model(base: Config, spec: str) -> None:
 
 
 def test_shards_follow_the_rule_for_uneven_stacks(base: Config) -> None:
-    """ENG-2: 6 experts on 4 shards: by the second dimension if that divides, else by ceiling, the last one empty."""
+    """ENG-2: 6 experts on 4 shards: by the second dimension if that divides, else by ceiling."""
     base.model.num_experts, base.mesh.dp = 6, 4
     stacks = [shape for name, shape in parameters(base.model).items() if ".mlp.experts." in name]
     assert {shape[0] for shape in stacks} == {6}
@@ -92,7 +92,7 @@ def test_pipeline_ranks_keep_what_their_schedule_needs(base: Config) -> None:
 
 
 def test_the_plan_of_lite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """CFG-17: text and one JSON object with ranks, parameters, batch, key, and `fits: false` with the arithmetic."""
+    """CFG-17: text and one JSON object: ranks, parameters, batch, key, `fits: false` with the arithmetic."""
     words = ["model=deepseek_v2/lite", "mesh=pp2ep4", "dry_run=true", f"paths.runs={tmp_path}/runs"]
     words += [f"paths.data={tmp_path}/data"]
     plan = make_plan(compose(words).config, words, CPU)
@@ -118,7 +118,7 @@ def test_the_plan_of_lite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["run_directory"].startswith(f"{tmp_path}/runs/deepseek_v2-lite-pp2ep4-s0-")
     assert told["command"].endswith(f"-m src.trainer.worker {told['run_directory']}")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="weights .* = .* of 8.0 GiB") as caught:
+    with pytest.raises(UserError, match=r"weights .* = .* of 8\.0 GiB") as caught:
         check_memory(plan)
     assert caught.value.code == 3
     check_memory(replace(plan, force=True))
@@ -140,7 +140,7 @@ def test_the_default_fits(base: Config) -> None:
 
 
 def test_gpus_belong_to_one_rank_each(base: Config) -> None:
-    """RANK-3: more ranks than devices is exit 3 with both numbers; a GPU's memory is held against one rank."""
+    """RANK-3: more ranks than devices is exit 3 with both numbers; a GPU's memory is for one rank."""
     plan = make_plan(on(base, "pp2"), [], Machine("cuda", 1, 80 * 2**30, "a test"))
     with pytest.raises(UserError, match="2 ranks need a GPU each, 1 are visible") as caught:
         check_memory(plan)

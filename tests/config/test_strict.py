@@ -1,4 +1,4 @@
-"""Unknown keys and ill-typed values: all in one message, with what to type (CFG-1 to CFG-7, CFG-13, CFG-16)."""
+"""Unknown keys, ill-typed values: all in one message, with what to type (CFG-1 to CFG-7, CFG-13, CFG-16)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_secrets_are_not_repeated(problems: Problems) -> None:
 
 
 def test_falsy_values_are_values() -> None:
-    """CFG-3: null, 0, false and the empty string arrive; text that looks like a number stays as typed (CFG-4)."""
+    """CFG-3: null, 0, false and the empty string arrive; CFG-4: text that looks like a number stays."""
     config = compose.compose(
         [
             *(
@@ -118,11 +118,12 @@ def test_falsy_values_are_values() -> None:
 
 
 def test_files_are_held_to_the_same_rules(tmp_path: Path) -> None:
-    """CFG-1, CFG-4, CFG-5, HYD-4: a YAML file's typo, sexagesimal, octal and bool-like text, with file and line."""
+    """CFG-1, CFG-4, CFG-5, HYD-4: a file's typo, sexagesimal, octal and bool-like text, with its line."""
     file = tmp_path / "mine.yaml"
     file.write_text(
         "run_name: 1:30\nmax_steps: 010\nlauncher:\n  timeout: 4:00:00\n  grace: '4:00:00'\n  froce: true\n"
-        "logger:\n  project: on\n  tags: {a: 1:30}\ndry_run: yes\ndata:\n  files: [1e3, ok]\nenv: {TIME: '1:30'}\n"
+        "logger:\n  project: on\n  tags: {a: 1:30}\ndry_run: yes\ndata:\n  files: [1e3, ok]\n"
+        "env: {TIME: '1:30'}\n"
     )
     found = {problem.key: str(problem) for problem in check_file(Source(file, ""), KNOWN)}
     assert set(found) == {
