@@ -1,0 +1,72 @@
+"""CKPT-1, FFN-2, HFN: canonical names are global, one per expert and projection, and cover every parameter once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from src.models.build import Stage, build, param_specs, whole
+from src.models.names import canonical, parameters
+from tests.models import odd
+from tests.models.tools import by_canonical_name, make, operations, view
+
+
+def test_ckpt_1_names_of_the_odd_member() -> None:
+    entries = canonical(odd.deepseek_v2())
+    assert entries["model.layers.2.mlp.experts.14.up_proj.weight"].shape == (9, 45)
+    assert entries["model.layers.2.mlp.experts.14.down_proj.weight"].shape == (45, 9)
+    assert entries["model.layers.0.mlp.gate_proj.weight"].shape == (31, 45)
+    assert entries["model.layers.1.mlp.shared_experts.gate_proj.weight"].shape == (18, 45)
+    assert entries["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"].shape == (20, 45)
+    assert "model.layers.0.mlp.gate.weight" not in entries
+    assert len([name for name in entries if ".mlp.experts." in name]) == 2 * 15 * 3
+
+
+def test_entries_cover_every_element_exactly_once() -> None:
+    config = odd.deepseek_v2()
+    touched = {name: torch.zeros(shape) for name, shape in parameters(config).items()}
+    for entry in canonical(config).values():
+        part = view(entry, touched)
+        assert tuple(part.shape) == entry.shape
+        part += 1
+    assert all(bool((count == 1).all()) for count in touched.values())
+
+
+def test_ffn_2_gate_rows_come_first_in_the_stack() -> None:
+    config = odd.deepseek_v2()
+    model, _ = make(config)
+    stack = model.get_parameter("model.layers.1.mlp.experts.gate_up").detach()
+    named = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
+    assert torch.equal(named["model.layers.1.mlp.experts.4.gate_proj.weight"], stack[4, :9])
+    assert torch.equal(named["model.layers.1.mlp.experts.4.up_proj.weight"], stack[4, 9:])
+
+
+def test_trap_5_a_stage_keeps_global_numbers_and_its_share_of_experts() -> None:
+    config = odd.deepseek_v2()
+    stage = Stage(range(1, 3), first=False, last=True, experts=range(5, 10))
+    names = {name: tuple(p.shape) for name, p in build(config, stage, operations(config)).named_parameters()}
+    everything = parameters(config)
+    expected = {name for name in everything if not name.startswith(("model.layers.0.", "model.embed_tokens"))}
+    assert set(names) == expected
+    assert names["model.layers.2.mlp.experts.gate_up"] == (5, 18, 45)
+    dense = build(config, Stage(range(1), first=True, last=False, experts=range(15)), operations(config))
+    assert "model.layers.0.mlp.gate_proj.weight" in dict(dense.named_parameters())
+
+
+def test_every_parameter_declares_how_it_starts() -> None:
+    """MOD-5, ENG-2: matrices N(0, 0.02), gains 1, biases 0; the class of experts is declared, not derived."""
+    config = odd.deepseek_v2(attention_bias=True)
+    specs = param_specs(build(config, whole(config), operations(config)))
+    assert set(specs) == set(parameters(config))
+    for name, spec in specs.items():
+        assert spec.expert == (".mlp.experts." in name)
+        kind = "zeros" if name.endswith("bias") else "ones" if "norm" in name else "normal"
+        assert (spec.init, spec.decay, spec.std) == (kind, kind == "normal", 0.02 if kind == "normal" else 0.0)
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is null"):
+        parameters(odd.deepseek_v2(vocab_size=None))
+    config = odd.deepseek_v2(tie_embeddings=True)
+    with pytest.raises(ValueError, match=r"mesh\.pp=1"):
+        build(config, Stage(range(2), first=True, last=False, experts=range(15)), operations(config))
