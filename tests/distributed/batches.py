@@ -78,12 +78,12 @@ def micro_batch(block: list[Sample]) -> MicroBatch:
     )
 
 
-def blocks(kind: str, step: int) -> list[MicroBatch]:
-    """The global batch as micro-batches of `BLOCK` samples, in the order of the slots."""
+def blocks(kind: str, step: int, size: int = BLOCK) -> list[MicroBatch]:
+    """The global batch as micro-batches of `size` samples, in the order of the slots."""
     rows = samples(kind, step)
-    return [micro_batch(rows[i : i + BLOCK]) for i in range(0, SAMPLES, BLOCK)]
+    return [micro_batch(rows[i : i + size]) for i in range(0, SAMPLES, size)]
 
 
-def step_batch(kind: str, step: int, coordinate: int, coordinates: int) -> StepBatch:
+def step_batch(kind: str, step: int, coordinate: int, coordinates: int, size: int = BLOCK) -> StepBatch:
     """What one data coordinate gets: every `coordinates`-th block (ORDER-3)."""
-    return StepBatch(tuple(blocks(kind, step)[coordinate::coordinates]), epoch=0)
+    return StepBatch(tuple(blocks(kind, step, size)[coordinate::coordinates]), epoch=0)

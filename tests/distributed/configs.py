@@ -17,6 +17,9 @@ class Case:
     schedule: str
     batch: str
     precision: str
+    reduce: str = "step"
+    block: int = BLOCK
+    """Micro-batch size; another than `BLOCK` only where the auxiliary loss does not depend on it."""
 
     @property
     def balance(self) -> str:
@@ -26,7 +29,7 @@ class Case:
         ]
 
     def __str__(self) -> str:
-        return f"{self.mesh.spec}-{self.schedule}-{self.batch}-{self.precision}"
+        return f"{self.mesh.spec}-{self.schedule}-{self.batch}-{self.precision}-{self.reduce}-b{self.block}"
 
 
 MESHES = {
@@ -45,6 +48,17 @@ BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
 
+DP2, REP2, _, PP2 = MESHES[2]
+EXTRA = {
+    2: [
+        *(Case(mesh, "1f1b", "packed", precision, "micro_batch") for mesh in (DP2, REP2) for precision in PRECISIONS),
+        *(Case(PP2, schedule, "dense", "fp64", block=block) for schedule in SCHEDULES for block in (24, 12, 8)),
+    ],
+    4: [Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES],
+}
+"""Ranks → cases beside the matrix: reduction after each micro-batch (ENG-16); 1, 2 and 3 micro-batches; four stages."""
+
+
 def matrix(ranks: int) -> list[Case]:
     """Every case on that many ranks; the schedule says nothing where there are no stages."""
     return [
@@ -53,7 +67,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ]
+    ] + EXTRA.get(ranks, [])
 
 
 def make_config(case: Case) -> Config:
@@ -61,12 +75,12 @@ def make_config(case: Case) -> Config:
     return Config(
         model=odd.deepseek_v2(num_layers=4, num_experts=20),
         mesh=case.mesh,
-        pipeline=PipelineConfig(schedule=case.schedule),
+        pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
         kernels=KernelsConfig(name="eager"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
         sequence_length=LENGTH,
         global_batch_size=SAMPLES,
-        micro_batch_size=BLOCK,
+        micro_batch_size=case.block,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel.shards import LocalEntry, local
 from src.trainer.runtime import Runtime, join
-from tests.distributed.batches import step_batch
+from tests.distributed.batches import blocks, step_batch
 from tests.distributed.configs import Case, make_config
 from tests.distributed.reference import LEARNING_RATE, STEPS, Trace, sharpen
 
@@ -30,6 +30,8 @@ def measure(case: Case, trace: Trace) -> Report:
         report |= one_step(case, runtime, backend, step, trace)
     limit = GRADIENT[case.precision]
     report |= {f"weights {n}": d / limit for n, d in distances(runtime, backend, trace.final)}
+    logits = backend.logits(blocks("dense", 0)[0].ids_BS)
+    report["logits"] = float((logits - trace.logits).norm() / trace.logits.norm()) / limit
     report["heldout"] = apart(heldout(case, runtime, backend), trace.heldout, SCALAR[case.precision])
     return report
 
@@ -49,7 +51,7 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
     """One step of SGD with clipping, compared on the way."""
     limit = SCALAR[case.precision]
     coordinates = runtime.mesh.data_ranks
-    batch = step_batch(case.batch, step, runtime.data_coordinate, coordinates)
+    batch = step_batch(case.batch, step, runtime.data_coordinate, coordinates, case.block)
     mine = batch.target_tokens if runtime.counts_samples else 0
     n_tokens = count_tokens(runtime, torch.tensor(mine))
     sums = backend.forward_backward(batch, n_tokens)
@@ -83,7 +85,7 @@ def count_tokens(runtime: Runtime, mine: Tensor) -> Tensor:
 
 def heldout(case: Case, runtime: Runtime, backend: NativeBackend) -> float:
     """Σ cross entropy of the first global batch over all ranks, by the backend's evaluation."""
-    batch = step_batch(case.batch, 0, runtime.data_coordinate, runtime.mesh.data_ranks)
+    batch = step_batch(case.batch, 0, runtime.data_coordinate, runtime.mesh.data_ranks, case.block)
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in batch.micro_batches:
         total += backend.evaluate(micro_batch).double()

@@ -46,6 +46,8 @@ class Trace:
     counts: list[Tensor] = field(default_factory=list)
     heldout: float = 0.0
     """Σ cross entropy of the first global batch after the last step."""
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Of the first dense micro-batch, after the last step."""
     max_norm: float = 0.0
 
 
@@ -98,11 +100,11 @@ def train(config: Config, kind: str) -> Trace:
         lagged = one_step(config, model, blocks(kind, step), lagged, trace)
         if step == 0:
             trace.gradients = {name: slice_of(model, entry, grad=True).clone() for name, entry in views.items()}
-            assert all(g.any() for g in trace.gradients.values()), "the fixture leaves a parameter untouched"
             trace.max_norm = 0.1 * trace.norms[0]
         update(model, trace.norms[-1], trace.max_norm)
     trace.final = snapshot(views_of(model, views))
     trace.heldout = heldout(config, model, kind)
+    trace.logits = model.logits(forward(config, model, blocks("dense", 0)[0], None)).detach()
     return trace
 
 

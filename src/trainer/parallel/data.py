@@ -6,6 +6,7 @@ again. Gradients are reduced once a step, outside autograd (`adapter.reduce_grad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ def shard(model: CausalLM[Any], runtime: Runtime, compute: torch.dtype | None = 
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+    # No operation in place follows a stage's output, so that its being a view is no danger.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     dense, experts = make_mesh(runtime, "dp", "cp", "ep"), make_mesh(runtime, "dp", "cp")
 
