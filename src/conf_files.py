@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from src.values import Given, Scalar, check
 
 SITE_GROUPS = ("launcher", "paths", "platform", "logger", "env", "container")
 """What a site file may set (CFG-11)."""
+
+_DECORATION = re.compile(r"^((optional|override) +)*/?")
 
 
 def site_directory() -> Path:
@@ -37,17 +40,31 @@ class Source:
 
 def check_file(source: Source, known: Schema) -> list[Problem]:
     """Every unknown key, every value of a wrong type and every forbidden expression of one file."""
-    problems = []
-    for given in read(source, known):
-        leaf = known.leaf(given.key)
-        if source.is_site and given.key.partition(".")[0] not in SITE_GROUPS:
-            fix = f"a site file sets {', '.join(SITE_GROUPS)} and nothing else"
-            problems.append(Problem(given.key, f"set by the site file {given.origin}", fix, "CFG-11"))
-        elif leaf is None:
-            problems.append(unknown(given.key, given.origin, known))
-        else:
-            problems += check(given, leaf)
-    return problems
+    return [problem for given in read(source, known) for problem in _check(given, source, known)]
+
+
+def _check(given: Given, source: Source, known: Schema) -> list[Problem]:
+    name = given.key.removeprefix(f"{source.package}.") if source.package else given.key
+    if name == "defaults":
+        return _check_site_defaults(given) if source.is_site else []
+    if source.is_site and name.partition(".")[0] not in SITE_GROUPS:
+        return [_not_for_a_site(name, given)]
+    if name == "hydra":
+        return []
+    leaf = known.leaf(given.key)
+    return [unknown(given.key, given.origin, known)] if leaf is None else check(given, leaf)
+
+
+def _check_site_defaults(given: Given) -> list[Problem]:
+    """Entries such as `override /launcher: local`: of the groups that a site may choose."""
+    entries = [item.value for item in given.value if isinstance(item.value, dict)]
+    groups = [_DECORATION.sub("", name).partition("@")[0] for entry in entries for name in entry]
+    return [_not_for_a_site(group, given) for group in groups if group not in SITE_GROUPS]
+
+
+def _not_for_a_site(key: str, given: Given) -> Problem:
+    fix = f"a site file sets {', '.join(SITE_GROUPS)} and nothing else"
+    return Problem(key, f"set by the site file {given.origin}", fix, "CFG-11")
 
 
 def read(source: Source, known: Schema) -> Iterator[Given]:
@@ -71,8 +88,6 @@ def _walk(loader: Any, node: Any, source: Source, prefix: str, known: Schema) ->
     for name_node, value in node.value if node is not None else []:
         name = str(name_node.value)
         key = f"{prefix}.{name}" if prefix else name
-        if prefix == source.package and name in ("defaults", "hydra"):
-            continue
         if key in known.sections and isinstance(value, yaml.MappingNode):
             yield from _walk(loader, value, source, key, known)
         else:

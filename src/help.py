@@ -23,7 +23,11 @@ COMMANDS = (
     ("python train.py optimizer.lr=1e-3 max_steps=300 run_name=mine", "set single keys"),
 )
 
-EXPERIMENT = "A named composition of all the others."
+SENTENCES = {
+    "model": "Architecture alone: a family, which is its tiny member, or family/size.",
+    "experiment": "A named composition of all the others.",
+}
+"""Groups that no dataclass describes to a user; the others are described by theirs."""
 
 
 def help_text() -> str:
@@ -48,7 +52,7 @@ def group_sentences() -> dict[str, str]:
     hints = get_type_hints(Config)
     sections = {item.name: hints[item.name] for item in fields(Config) if is_dataclass(hints[item.name])}
     known = {name: _first_line(cls.__doc__) for name, cls in sections.items() if (CONF / name).is_dir()}
-    return {**known, "experiment": EXPERIMENT}
+    return {**known, **SENTENCES}
 
 
 def options(group: str) -> list[str]:
