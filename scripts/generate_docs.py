@@ -1,0 +1,137 @@
+"""Write again the tables in Markdown files that are made from code: exit codes, options, environment.
+
+A table stands between two comments, `<!-- generated: NAME -->` and `<!-- end -->`. A test fails while one of
+them differs from what this script would write.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import GenericAlias, UnionType
+from typing import Any, get_type_hints
+
+from src.config import Config
+from src.errors import EXIT_CODES
+from src.help import field_sentences
+from src.launchers.environment import TABLE
+from src.models.schema import FAMILIES, ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
+
+
+def main() -> int:
+    """Rewrite what differs and name it."""
+    for path in documents():
+        old = path.read_text(encoding="utf-8")
+        new = regenerate(old)
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+            print(path.relative_to(ROOT))
+    return 0
+
+
+def documents() -> list[Path]:
+    """Markdown files that hold a generated table."""
+    return [
+        path for path in sorted(ROOT.glob("docs/**/*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))
+    ]
+
+
+def regenerate(text: str) -> str:
+    """`text` with the content of each block made anew; `KeyError` names an unknown one."""
+    return BLOCK.sub(lambda block: f"{block[1]}{TABLES[block[2]]()}\n{block[3]}", text)
+
+
+def exit_codes() -> str:
+    """The exit codes and what they mean."""
+    signals = ("128+n", "ended by signal n (130: Ctrl-C)")
+    other = ("other", "the first failing rank's own code")
+    return table(
+        ("code", "meaning"), [*((str(code), words) for code, words in EXIT_CODES.items()), signals, other]
+    )
+
+
+def environment() -> str:
+    """The variables that a launch sets for its ranks."""
+    rows = [(f"`{row.name}`", row.kind, ", ".join(row.platforms), row.reason) for row in TABLE]
+    return table(("variable", "kind", "platforms", "reason"), rows)
+
+
+def options() -> str:
+    """Every key of the schema, a section to each group, a model's family in place of `model`."""
+    parts = [f"### Root\n\n{table(HEAD, rows_of(Config, ''))}"]
+    hints = get_type_hints(Config)
+    for item in fields(Config):
+        if is_dataclass(hints[item.name]) and hints[item.name] is not ModelConfig:
+            rows = rows_of(hints[item.name], f"{item.name}.")
+            parts.append(f"### `{item.name}`\n\n{hints[item.name].__doc__}\n\n{table(HEAD, rows)}")
+    for name, family in FAMILIES.items():
+        rows = rows_of(family, "model.")
+        parts.append(f"### `model` of the family {name}\n\n{family.__doc__}\n\n{table(HEAD, rows)}")
+    return "\n\n".join(parts)
+
+
+HEAD = ("key", "takes", "default", "meaning")
+
+
+def rows_of(cls: Any, prefix: str) -> Iterator[tuple[str, ...]]:
+    """Key, type or names, default and sentence of each field of a dataclass and of those inside it."""
+    hints, sentences = get_type_hints(cls), sentences_of(cls)
+    for item in fields(cls):
+        key, hint = prefix + item.name, hints[item.name]
+        if is_dataclass(hint):
+            yield from rows_of(hint, f"{key}.") if prefix else ()
+            continue
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        yield f"`{key}`", takes(hint, item.metadata), f"`{shown(default)}`", sentences[item.name]
+
+
+def takes(hint: Any, metadata: Mapping[str, Any]) -> str:
+    """The names of a closed set, else the type."""
+    if "choices" in metadata:
+        return " ".join(f"`{name}`" for name in metadata["choices"])
+    kind = str(hint) if isinstance(hint, GenericAlias | UnionType) else hint.__name__
+    kind = kind.replace(" | None", " or null")
+    return kind.replace("str", "duration") if metadata.get("duration") else kind
+
+
+def sentences_of(cls: Any) -> dict[str, str]:
+    """Field → sentence of a dataclass and its bases; a base's sentence holds where the class gives none."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        source = next(path for path in SCHEMA if f"class {base.__name__}" in path.read_text(encoding="utf-8"))
+        found |= field_sentences(source.read_text(encoding="utf-8"), base.__name__)
+    return found
+
+
+def shown(value: Any) -> str:
+    """A default as one types it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "exit-codes": exit_codes,
+    "environment": environment,
+    "options": options,
+}
+"""Name of a block → what makes it."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
