@@ -10,7 +10,7 @@ from src.errors import Problem
 from src.models.schema import DeepseekV2Config
 from src.naming import MAX_BYTES
 from src.trainer.data import keys
-from src.trainer.parallel import layout
+from src.trainer.parallel import rules
 
 TRACKERS = ("wandb", "tensorboard")
 
@@ -20,7 +20,7 @@ def validate(config: Config) -> list[Problem]:
     problems = reserved.check(config)
     for part in (_ranges, _durations, _names, _schedule, _pipeline, _model, _resume, _logger, _profile):
         problems += part(config)
-    problems += layout.check(config) + keys.check(config)
+    problems += rules.check(config) + keys.check(config)
     return list(dict.fromkeys(problems))
 
 

@@ -49,7 +49,7 @@ class Runtime:
     mesh: MeshConfig
     place: Coordinates
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Axes → group of the ranks that differ from this one in these axes only; absent if that is this rank alone."""
+    """Axes → group of the ranks that differ from this one in these only; absent where it is alone."""
 
     @property
     def data_coordinate(self) -> int:
@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts its samples in sums over the world: ranks of other pp and cp read the same."""
+        """Whether it counts its samples in sums over the world: ranks of other pp and cp read the same."""
         return self.place.pp == 0 and self.place.cp == 0
 
     def size(self, *axes: str) -> int:
@@ -131,7 +131,9 @@ def start(config: Config) -> Runtime:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if world != config.mesh.world:
-        raise UserError(f"{world} ranks were started, the mesh has {config.mesh.world}: start that many ranks")
+        raise UserError(
+            f"{world} ranks were started, the mesh has {config.mesh.world}: start that many ranks"
+        )
     device = pick_device(config, local_rank)
     if config.determinism.name == "bitwise":
         torch.use_deterministic_algorithms(True)
@@ -171,14 +173,16 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise UserError(f"platform={name}: no GPU for local rank {local_rank}, {found} found; platform=cpu", code=3)
+        raise UserError(
+            f"platform={name}: no GPU for local rank {local_rank}, {found} found; platform=cpu", code=3
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def _peers(mesh: MeshConfig, rank: int, axes: Iterable[str]) -> list[int]:
-    """Ranks whose coordinates equal those of `rank` outside `axes`, ascending (so row-major over the axes)."""
+    """Ranks whose coordinates equal those of `rank` outside `axes`, ascending."""
     fixed = [axis for axis in AXES if axis not in set(axes)]
     mine = coordinates(mesh, rank)
     others = ((other, coordinates(mesh, other)) for other in range(mesh.world))

@@ -1,4 +1,4 @@
-"""Global batches made by hand: dense, and packed with unequal label counts. Nothing here comes from the loader."""
+"""Global batches made by hand, without the loader: dense, and packed with unequal label counts."""
 
 from __future__ import annotations
 

@@ -24,9 +24,10 @@ class Case:
     @property
     def balance(self) -> str:
         """Every kind of auxiliary loss meets every mesh."""
-        return {"dense": "sequence", "packed": {"fp64": "global_batch_lagged", "fp32": "micro_batch"}[self.precision]}[
-            self.batch
-        ]
+        return {
+            "dense": "sequence",
+            "packed": {"fp64": "global_batch_lagged", "fp32": "micro_batch"}[self.precision],
+        }[self.batch]
 
     def __str__(self) -> str:
         return f"{self.mesh.spec}-{self.schedule}-{self.batch}-{self.precision}-{self.reduce}-b{self.block}"
@@ -51,12 +52,20 @@ PRECISIONS = ("fp64", "fp32")
 DP2, REP2, _, PP2 = MESHES[2]
 EXTRA = {
     2: [
-        *(Case(mesh, "1f1b", "packed", precision, "micro_batch") for mesh in (DP2, REP2) for precision in PRECISIONS),
-        *(Case(PP2, schedule, "dense", "fp64", block=block) for schedule in SCHEDULES for block in (24, 12, 8)),
+        *(
+            Case(mesh, "1f1b", "packed", precision, "micro_batch")
+            for mesh in (DP2, REP2)
+            for precision in PRECISIONS
+        ),
+        *(
+            Case(PP2, schedule, "dense", "fp64", block=block)
+            for schedule in SCHEDULES
+            for block in (24, 12, 8)
+        ),
     ],
     4: [Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES],
 }
-"""Ranks → cases beside the matrix: reduction after each micro-batch (ENG-16); 1, 2 and 3 micro-batches; four stages."""
+"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages."""
 
 
 def matrix(ranks: int) -> list[Case]:

@@ -61,7 +61,9 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
         f"loss {step}": apart(loss, trace.losses[step], limit),
         f"aux {step}": apart(aux, trace.aux[step], limit),
         f"z {step}": apart(z, trace.z[step], limit),
-        f"counts {step}": 0.0 if torch.equal(runtime.sum_world(sums.counts.clone()), trace.counts[step]) else math.inf,
+        f"counts {step}": 0.0
+        if torch.equal(runtime.sum_world(sums.counts.clone()), trace.counts[step])
+        else math.inf,
     }
     norm = backend.grad_norm(sums.loss)
     report[f"norm {step}"] = apart(float(norm), trace.norms[step], limit)
@@ -104,7 +106,7 @@ def distances(
     expected: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor] | None = None,
 ) -> list[tuple[str, float]]:
-    """‖x − ref‖ / ‖ref‖ of each canonical tensor over all ranks; infinite if elements are missing, or not 0 as in ref.
+    """‖x − ref‖ / ‖ref‖ of each canonical tensor; infinite if elements miss or are not 0 where ref is.
 
     Every element must be held by exactly rep ranks.
     """
@@ -113,7 +115,9 @@ def distances(
     gathered = runtime.gather_objects(parts)
     for name, reference in expected.items():
         held = [part[name] for part in gathered if name in part]
-        difference, bad, elements = (sum(values) for values in zip(*held, strict=True)) if held else (0.0, 0, 0)
+        difference, bad, elements = (
+            (sum(values) for values in zip(*held, strict=True)) if held else (0.0, 0, 0)
+        )
         size = float(reference.double().square().sum())
         whole = elements == reference.numel() * runtime.mesh.rep and not bad and math.isfinite(difference)
         relative = math.sqrt(difference / runtime.mesh.rep / size) if size else math.sqrt(difference)

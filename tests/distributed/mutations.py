@@ -1,4 +1,4 @@
-"""Faults that law 1 must notice: patches applied inside the ranks, most of which leave the forward pass alone (T-5)."""
+"""Faults that law 1 must notice, as patches inside the ranks; most leave the forward pass alone (T-5)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def expert_scale() -> Any:
 
 def fsdp_default() -> Any:
     """The experts' unit keeps FSDP2's default factor."""
-    return wrapped(data, "sum_only", lambda original, module: None if isinstance(module, Experts) else original(module))
+    return wrapped(
+        data, "sum_only", lambda original, module: None if isinstance(module, Experts) else original(module)
+    )
 
 
 def local_count() -> Any:
@@ -90,14 +92,20 @@ def local_count() -> Any:
 
 def lb_scale() -> Any:
     """Auxiliary terms without n_j / N_tok."""
-    return wrapped(BoundBalance, "weights", lambda original, *arguments, **keywords: original(*arguments, **keywords) * 0 + 1)
+    return wrapped(
+        BoundBalance,
+        "weights",
+        lambda original, *arguments, **keywords: original(*arguments, **keywords) * 0 + 1,
+    )
 
 
 def norm_over(*axes: str) -> Any:
     """The norm summed over other axes."""
 
     def other(original: Any, runtime: Runtime, tensor: Tensor, given: Any, op: str = "sum") -> Tensor:
-        reduced: Tensor = original(runtime, tensor, axes if tuple(given) == ("pp", "dp", "cp", "ep") else given, op)
+        reduced: Tensor = original(
+            runtime, tensor, axes if tuple(given) == ("pp", "dp", "cp", "ep") else given, op
+        )
         return reduced
 
     return wrapped(Runtime, "reduce", other)

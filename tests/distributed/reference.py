@@ -1,8 +1,8 @@
 """The oracle of law 1: one process, no FSDP, no stages, a loop over experts, plain autograd (T-1).
 
-It shares with the engine the layers, which `tests/models` holds to transformers, and the initial values of single
-blocks of rows. Dispatch, auxiliary losses, token counts, norm, clipping and update are written again, over
-the whole global batch at once.
+It shares with the engine the layers, which `tests/models` holds to transformers, and the initial values of
+single blocks of rows. Dispatch, auxiliary losses, token counts, norm, clipping and update are written
+again, over the whole global batch at once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.distributed.batches import blocks
 LEARNING_RATE = 0.5
 STEPS = 3
 SHARPER = 8.0
-"""Router weights are multiplied by this after initialisation: N(0, 0.02) gives scores too close together for T-6."""
+"""Factor on router weights after initialisation: N(0, 0.02) gives scores too close together for T-6."""
 MARGIN = 1e-6
-"""Smallest distance between the last chosen and the first refused score, so that rounding flips no route (T-6)."""
+"""Least distance from the last chosen to the first refused score: rounding flips no route (T-6)."""
 
 
 @dataclass
@@ -57,7 +57,9 @@ class LoopDispatcher:
     def __init__(self, experts: int) -> None:
         self._experts = experts
 
-    def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    def dispatch(
+        self, tokens_TD: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         places = [(ids_TK == e).nonzero(as_tuple=True) for e in range(self._experts)]
         counts = torch.tensor([len(token) for token, _ in places], dtype=torch.int32)
         return torch.cat([tokens_TD[token] for token, _ in places]), counts, places
@@ -79,7 +81,9 @@ class Recorder:
     def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
         return ids_TK
 
-    def apply(self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def apply(
+        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         self.seen[layer] = (logits_TE, scores_TE, ids_TK)
         return weights_TK
 
@@ -99,7 +103,9 @@ def train(config: Config, kind: str) -> Trace:
         model.zero_grad()
         lagged = one_step(config, model, blocks(kind, step), lagged, trace)
         if step == 0:
-            trace.gradients = {name: slice_of(model, entry, grad=True).clone() for name, entry in views.items()}
+            trace.gradients = {
+                name: slice_of(model, entry, grad=True).clone() for name, entry in views.items()
+            }
             trace.max_norm = 0.1 * trace.norms[0]
         update(model, trace.norms[-1], trace.max_norm)
     trace.final = snapshot(views_of(model, views))
@@ -118,7 +124,9 @@ def one_step(
         recorder = Recorder()
         hidden = forward(config, model, m, recorder)
         logits = model.logits(hidden).flatten(0, 1)
-        ce = torch.nn.functional.cross_entropy(logits, m.labels_BS.flatten(), ignore_index=-100, reduction="sum")
+        ce = torch.nn.functional.cross_entropy(
+            logits, m.labels_BS.flatten(), ignore_index=-100, reduction="sum"
+        )
         loss = loss + ce / n_tokens
         for layer, (logits_TE, scores_TE, ids_TK) in recorder.seen.items():
             check_margin(config, scores_TE)
@@ -158,7 +166,12 @@ def auxiliary(
 
 
 def _measure(
-    config: Config, m: MicroBatch, by_sample: list[Tensor], real_BS: Tensor, unit: list[int], lagged_E: Tensor | None
+    config: Config,
+    m: MicroBatch,
+    by_sample: list[Tensor],
+    real_BS: Tensor,
+    unit: list[int],
+    lagged_E: Tensor | None,
 ) -> Tensor:
     """n_j · E · Σ f_i P_i of one unit."""
     scores, onehot = (t[unit][real_BS[unit]] for t in by_sample[:2])
@@ -177,10 +190,20 @@ def check_margin(config: Config, scores_TE: Tensor) -> None:
     groups = scores.view(len(scores), model.num_groups, -1)
     best = groups.max(2).values.sort(1, descending=True).values
     kept = groups.max(2).values.topk(model.groups_kept, 1).indices
-    inside = groups.gather(1, kept[..., None].expand(-1, -1, groups.shape[2])).flatten(1).sort(1, descending=True).values
-    gaps = (best[:, model.groups_kept - 1] - best[:, model.groups_kept], inside[:, model.top_k - 1] - inside[:, model.top_k])
+    inside = (
+        groups.gather(1, kept[..., None].expand(-1, -1, groups.shape[2]))
+        .flatten(1)
+        .sort(1, descending=True)
+        .values
+    )
+    gaps = (
+        best[:, model.groups_kept - 1] - best[:, model.groups_kept],
+        inside[:, model.top_k - 1] - inside[:, model.top_k],
+    )
     smallest = min(float(gap.min()) for gap in gaps)
-    assert smallest > (MARGIN if config.precision.name == "fp32" else 0), f"choose another seed: margin {smallest}"
+    assert smallest > (MARGIN if config.precision.name == "fp32" else 0), (
+        f"choose another seed: margin {smallest}"
+    )
 
 
 def forward(config: Config, model: Any, m: MicroBatch, balance: Any) -> Tensor:
@@ -248,6 +271,8 @@ def fill(config: Config, model: Any, entries: dict[str, Entry]) -> None:
         spec, view = specs[entry.parameter], slice_of(model, entry)
         if spec.init == "normal":
             count = -(-entry.shape[0] // BLOCK)
-            view.copy_(torch.cat([draw(config, name, entry.shape, spec.std, block) for block in range(count)]))
+            view.copy_(
+                torch.cat([draw(config, name, entry.shape, spec.std, block) for block in range(count)])
+            )
         else:
             view.fill_(1.0 if spec.init == "ones" else 0.0)

@@ -1,4 +1,4 @@
-"""Dispatch and combine over expert-parallel ranks: order, dedup, degenerate routings, adjointness (ENG-18 to ENG-20)."""
+"""Dispatch and combine: order, dedup, degenerate routings, adjointness (ENG-18 to ENG-20)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_adjoint(dispatcher: ExpertDispatcher, tokens_TD: Tensor, ids_TK: Tenso
 
 
 def check_traffic() -> int:
-    """Elements of fp64 that cross the all-to-all on the way out, summed over ranks: deduplicated tokens only."""
+    """Each token crosses the all-to-all once per owner of its experts; returns the number of collectives."""
     tokens_TD, ids_TK = inputs("random", dist.get_rank())
     ranks = dist.get_world_size()
     owners = [{int(i) // (EXPERTS // ranks) for i in row} for row in ids_TK]
@@ -135,5 +135,5 @@ def check_all() -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dispatch_and_combine(ranks: int) -> None:
-    """ENG-18, ENG-19, ENG-20: every routing in one world; three collectives on the way out, whatever the data."""
+    """ENG-18, ENG-19, ENG-20: every routing in one world; three collectives out, whatever the data."""
     assert world.run(ranks, check_all) == [3] * ranks

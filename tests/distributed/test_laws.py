@@ -1,4 +1,4 @@
-"""Law 1: on every mesh the same weights, losses, gradients, norm, counts and updates as in one process (T-1 to T-4)."""
+"""Law 1: the same weights, losses, gradients, norm, counts, updates on every mesh (T-1 to T-5)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def traces() -> Traces:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_mesh_equals_one_process(ranks: int, traces: Traces) -> None:
-    """Law 1, ENG-2 to ENG-7, ENG-9, ENG-16, ENG-24, within the limits of T-2; prints the worst of each case."""
+    """Law 1, ENG-2 to ENG-7, ENG-9, ENG-16, ENG-24 within T-2; prints the worst of each case."""
     results = world.run(ranks, measure_all, matrix(ranks), traces, timeout=200)[0]
     for case, what, distance in results:
         print(f"{case:44s} {distance:10.3g} of the limit, {what}")

@@ -11,13 +11,16 @@ from src.config import BackendConfig, Config, MeshConfig, PipelineConfig
 from src.errors import UserError
 from src.models.schema import DeepseekV2Config, ModelConfig
 from src.trainer.backends.registry import backend_class
-from src.trainer.parallel.layout import auto, check, coordinates, expert_block, micro_batches, spec
+from src.trainer.parallel.layout import auto, coordinates, expert_block, micro_batches, spec
+from src.trainer.parallel.rules import check
 
 MODEL = DeepseekV2Config(family="deepseek_v2", name="m", num_layers=6, num_experts=12)
 DENSE = ModelConfig(family="dense", name="d", num_layers=6)
 
 
-def make(model: ModelConfig = MODEL, batch: int = 24, micro: int = 2, length: int = 16, **keys: Any) -> Config:
+def make(
+    model: ModelConfig = MODEL, batch: int = 24, micro: int = 2, length: int = 16, **keys: Any
+) -> Config:
     """A config from mesh axes and pipeline keys."""
     axes = {k: v for k, v in keys.items() if k in ("pp", "rep", "dp", "cp", "ep", "tp")}
     pipeline = {k: v for k, v in keys.items() if k in ("schedule", "stages_per_rank", "overlap", "reduce")}
@@ -53,7 +56,10 @@ TABLE: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"pp": 7}, {"mesh.pp": "mesh.pp=6"}),
     ({"pp": 4, "stages_per_rank": 2}, {"pipeline.stages_per_rank": "=1", "mesh.pp": "mesh.pp=3"}),
     ({"pp": 3, "ep": 5, "batch": 16}, {"mesh.ep": "mesh.ep=4", "global_batch_size": "=10 or"}),
-    ({"cp": 2, "length": 18}, {"sequence_length": "sequence_length=16 or sequence_length=20", "mesh.cp": "=1"}),
+    (
+        {"cp": 2, "length": 18},
+        {"sequence_length": "sequence_length=16 or sequence_length=20", "mesh.cp": "=1"},
+    ),
     ({"tp": 2}, {"mesh.tp": "mesh.tp=1"}),
     ({"pp": 2, "model": replace(MODEL, tie_embeddings=True)}, {"mesh.pp": "mesh.pp=1"}),
     ({"dp": 2, "model": replace(MODEL, tie_embeddings=True)}, {}),
@@ -74,9 +80,11 @@ TABLE: list[tuple[dict[str, Any], dict[str, str]]] = [
 """Keys → nothing, or the keys that are refused, each with words of the values that work."""
 
 
-@pytest.mark.parametrize(("keys", "refused"), TABLE, ids=lambda value: ",".join(map(str, value)) if value else "good")
+@pytest.mark.parametrize(
+    ("keys", "refused"), TABLE, ids=lambda value: ",".join(map(str, value)) if value else "good"
+)
 def test_thirty_combinations(keys: dict[str, Any], refused: dict[str, str]) -> None:
-    """ENG-1: an accepted mesh has unique coordinates and disjoint slots; a refused one names every key and a fix."""
+    """ENG-1: an accepted mesh has unique coordinates and disjoint slots; a refused one names fixes."""
     assert len(TABLE) == 30
     config = make(**keys)
     problems = check(config)
@@ -88,12 +96,16 @@ def test_thirty_combinations(keys: dict[str, Any], refused: dict[str, str]) -> N
     places = [coordinates(config.mesh, rank) for rank in range(config.mesh.world)]
     assert len(set(places)) == config.mesh.world
     step = config.micro_batch_size * config.mesh.data_ranks
-    slots = [m * step + d * config.micro_batch_size for d in {p.data for p in places} for m in range(micro_batches(config))]
+    slots = [
+        m * step + d * config.micro_batch_size
+        for d in {p.data for p in places}
+        for m in range(micro_batches(config))
+    ]
     assert sorted(slots) == list(range(0, config.global_batch_size, config.micro_batch_size))
 
 
 def test_ranks_are_row_major() -> None:
-    """ENG-1: row-major over (pp, rep, dp, cp, ep, tp); ranks of one data index differ in pp, cp and tp only."""
+    """ENG-1: row-major over (pp, rep, dp, cp, ep, tp); pp, cp and tp do not enter the data index."""
     mesh = MeshConfig(pp=2, rep=2, dp=3, cp=2, ep=2)
     for rank in range(mesh.world):
         p = coordinates(mesh, rank)

@@ -21,7 +21,7 @@ def needs(action: Action, ranks: int) -> list[Action]:
 
 
 def replay(table: Table) -> tuple[int, dict[int, int]]:
-    """Makespan with F = 1 and B = 2, and the peak of live micro-batches per rank; an error if it cannot go on."""
+    """Makespan with F = 1 and B = 2, and peak of live micro-batches per rank; an error if it cannot go on."""
     ends: dict[Action, int] = {}
     clock, at, live, peak = (dict.fromkeys(table, 0) for _ in range(4))
     while any(at[rank] < len(table[rank]) for rank in table):
@@ -71,7 +71,9 @@ def test_torch_1f1b_table_is_wrong_on_the_last_rank() -> None:
     fake = SimpleNamespace(pp_group_size=4, _n_microbatches=6, _num_stages=4)
     order = schedules.Schedule1F1B._get_pipeline_order(fake)  # type: ignore[arg-type]
     assert order is not None
-    forwards = [a.microbatch_index for a in order[3] if a is not None and a.computation_type == schedules.FORWARD]
+    forwards = [
+        a.microbatch_index for a in order[3] if a is not None and a.computation_type == schedules.FORWARD
+    ]
     assert forwards == [1, 2, 3, 4, 5, 6]
 
 

@@ -78,7 +78,7 @@ def _first_traceback(directory: Path) -> str:
 
 
 def _rank(rank: int, ranks: int, directory: Path, function: Callable[..., Any]) -> None:
-    """Body of a rank: join the group, call the function, save its result; leave without draining on an error."""
+    """Body of a rank: join, call the function, save its result; leave without draining on an error."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +86,9 @@ def _rank(rank: int, ranks: int, directory: Path, function: Callable[..., Any]) 
     torch.set_num_threads(1)
     try:
         if ranks > 1:
-            dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks
+            )
         arguments = torch.load(directory / "arguments.pt", weights_only=False)
         torch.save(function(*arguments), directory / f"{rank}.pt")
         if ranks > 1:

@@ -7,7 +7,7 @@ holds is its stage's layers, its block of experts and its shards of both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,40 +15,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from src.config import Config
+from src.kernels.dtypes import accumulate
 from src.kernels.registry import Ops, resolve
-from src.models.build import CausalLM, ParamSpec, Stage, build, needs, param_specs
+from src.models.build import CausalLM, ParamSpec, needs, param_specs
 from src.models.counts import moe_layers
-from src.models.dispatch import LocalDispatcher
 from src.models.names import canonical
-from src.models.protocol import Batch, Dispatcher
+from src.models.protocol import Dispatcher
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.parallel import layout
+from src.trainer.parallel.assemble import Precision, make_dispatcher, materialise, precision_of
 from src.trainer.parallel.balance import Balancer
-from src.trainer.parallel.data import is_sharded, reshard, shard
-from src.trainer.parallel.expert import ExpertDispatcher
+from src.trainer.parallel.data import is_sharded, reshard
 from src.trainer.parallel.init import initialise
-from src.trainer.parallel.pipeline.adapter import reduce_gradients, settle
-from src.trainer.parallel.pipeline.executor import Executor, make_executor
+from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
+from src.trainer.parallel.pipeline.adapter import reduce_gradients
+from src.trainer.parallel.pipeline.executor import make_executor
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
 
 ALL_DATA = ("rep", "dp", "cp", "ep")
 """Axes over which loss sums and load counts add up, stages apart."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a precision policy."""
-
-    parameters: torch.dtype
-    compute: torch.dtype
-
-
-PRECISIONS = {
-    "fp32": Precision(torch.float32, torch.float32),
-    "fp64": Precision(torch.float64, torch.float64),
-    "master": Precision(torch.float32, torch.bfloat16),
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +54,9 @@ class Sums:
 class NativeBackend:
     """Model, parallelism and step of one rank."""
 
-    def __init__(self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision) -> None:
+    def __init__(
+        self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision
+    ) -> None:
         self._config, self._runtime, self._model, self._ops = config, runtime, model, ops
         self._precision = precision
         self._sharded = is_sharded(runtime)
@@ -81,7 +69,8 @@ class NativeBackend:
         experts, accumulate = config.model.num_experts, precision.parameters
         self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, accumulate)
         self._dispatcher = make_dispatcher(experts, runtime, ops)
-        self._executor = make_executor(model, config, layout.micro_batches(config), runtime, precision.compute)
+        count = layout.micro_batches(config)
+        self._executor = make_executor(model, config, count, runtime, precision.compute)
         self._counts: Tensor | None = None
 
     @classmethod
@@ -91,8 +80,8 @@ class NativeBackend:
         Raises:
             UserError: a kernel that the config names is not available here (3).
         """
-        precision = precision_of(config, runtime.device)
-        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, needs(config.model))
+        precision, wanted = precision_of(config, runtime.device), needs(config.model)
+        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
         model = materialise(config, runtime, ops, precision)
         backend = cls(config, runtime, model, ops, precision)
         initialise(config, backend.local_entries(), backend.specs)
@@ -121,8 +110,8 @@ class NativeBackend:
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        squares = [torch.linalg.vector_norm(g, dtype=dtype).square() for g in gradients]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=self._runtime.device)
+        norms = [torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]
+        total = torch.stack(norms).square().sum()
         if loss is not None:
             total = total + torch.where(torch.isfinite(loss), 0.0, torch.nan)
         return self._runtime.reduce(total, ("pp", "dp", "cp", "ep")).sqrt()
@@ -134,7 +123,7 @@ class NativeBackend:
                 local(parameter.grad).mul_(factor)
 
     def finish_step(self, skip: Tensor) -> None:
-        """Take over what a step leaves for the next one, unless its update was skipped (device scalar above 0)."""
+        """Take over what a step leaves for the next one, unless `skip` is above 0 on the device."""
         if self._config.balance.kind == "global_batch_lagged":
             assert self._counts is not None
             counts_ME = self._runtime.reduce(self._counts.clone(), ALL_DATA)
@@ -142,7 +131,7 @@ class NativeBackend:
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
-        """Σ cross entropy of a micro-batch, a device scalar that is 0 except on the last stage; counts nothing."""
+        """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
         moved = to_device(micro_batch, self._runtime.device)
         one = torch.ones((), dtype=self._precision.parameters, device=self._runtime.device)
 
@@ -180,7 +169,7 @@ class NativeBackend:
         return local_entries(canonical(self._config.model), self.parameters, held, self._model.stage.experts)
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Small tensors that are saved beside the parameters, equal on all ranks of a stage; by mesh-free name."""
+        """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
         if self._config.balance.kind != "global_batch_lagged":
             return {}
         mine = set(self._model.stage.layers)
@@ -208,8 +197,9 @@ class NativeBackend:
 
     def _share(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """The last stage's tensor, on every stage."""
-        dtype = self._precision.compute
-        tensor = torch.empty(shape, dtype=dtype, device=self._runtime.device) if found is None else found.contiguous()
+        if found is None:
+            found = torch.empty(shape, dtype=accumulate(self._precision.compute), device=self._runtime.device)
+        tensor = found.contiguous()
         dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=self._config.mesh.pp - 1)
         return tensor
 
@@ -260,66 +250,3 @@ class _Step:
 
 def _nothing() -> None:
     """No reduction at this point of the step."""
-
-
-def precision_of(config: Config, device: torch.device) -> Precision:
-    """Dtypes of the run: fp32 on a CPU and bf16 with fp32 masters on a GPU, unless `precision` says otherwise."""
-    name = config.precision.name
-    if name == "auto":
-        name = "fp32" if device.type == "cpu" else "master"
-    return PRECISIONS[name]
-
-
-def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision) -> CausalLM[Any]:
-    """This rank's part of the model in memory, sharded; weights are still garbage, buffers are not."""
-    with torch.device("meta"):
-        model = build(config.model, stage_of(config, runtime), ops)
-    model.to(precision.parameters)
-    if is_sharded(runtime):
-        mixed = precision.compute if precision.compute != precision.parameters else None
-        shard(model, runtime, mixed)
-    model.to_empty(device=runtime.device)
-    model.reset_buffers(runtime.device)
-    if is_sharded(runtime):
-        settle(model)
-    return model
-
-
-def stage_of(config: Config, runtime: Runtime) -> Stage:
-    """Layers and experts that this rank holds."""
-    stages, place = layout.stage_count(config), runtime.place
-    layers = layout.split_layers(config.model.num_layers, stages)[place.pp]
-    experts = layout.expert_block(config.model.num_experts, config.mesh.ep, place.ep)
-    return Stage(layers=layers, first=place.pp == 0, last=place.pp == stages - 1, experts=experts)
-
-
-def make_dispatcher(experts: int, runtime: Runtime, ops: Ops) -> Dispatcher:
-    """Stages 2 and 4: over the ep ranks, or on this rank alone."""
-    group = runtime.group("ep")
-    return LocalDispatcher(experts, ops) if group is None else ExpertDispatcher(group, experts)
-
-
-def model_batch(micro_batch: MicroBatch, balance: Any) -> Batch:
-    """What a layer may know of a micro-batch."""
-    return Batch(
-        positions_BS=micro_batch.positions_BS,
-        cu_seqlens=micro_batch.cu_seqlens,
-        documents_BS=micro_batch.documents_BS,
-        real_BS=micro_batch.real_BS,
-        balance=balance,
-    )
-
-
-def plain_batch(ids_BS: Tensor) -> MicroBatch:
-    """Samples that are one full document each, without labels."""
-    positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
-    labels_BS = torch.full_like(ids_BS, -100)
-    return MicroBatch(ids_BS, labels_BS, positions_BS, None, None, None, 0, (-1,) * ids_BS.shape[0])
-
-
-def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with its tensors on the device; the copies do not wait."""
-    if device.type == "cpu":
-        return micro_batch
-    tensors = {name: value for name, value in vars(micro_batch).items() if isinstance(value, Tensor)}
-    return replace(micro_batch, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})

@@ -1,9 +1,9 @@
 """Auxiliary losses, z-loss and load counts, weighted by the same global token count as the loss (ENG-24).
 
-Over the real tokens of a unit j: f_i = rows to expert i / (K · tokens), P_i = mean score of i, A = E · Σ f_i P_i
-(Switch Transformer, arXiv 2101.03961, equation 4, for K experts), so that even routing gives 1. A MoE layer adds
-Σ_j (n_j / N_tok) · A_j, n_j being the labels of the unit: the strength depends neither on the mesh nor on the
-number of micro-batches. Letters: U units, T tokens of a micro-batch, E experts, K top-k, M MoE layers of the model.
+Over the real tokens of a unit j: f_i = rows to expert i / (K · tokens), P_i = mean score of i, and A_j is
+E · Σ f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4, for K experts), so even routing gives 1. A MoE
+layer adds Σ_j (n_j / N_tok) · A_j, n_j being the labels of the unit: its strength depends neither on the mesh
+nor on the number of micro-batches. Letters: U units, T tokens, E experts, K top-k, M MoE layers.
 """
 
 from __future__ import annotations
@@ -39,12 +39,19 @@ class Balancer:
     """Balance of one rank: the state that outlives a step, and the tally of the current one."""
 
     def __init__(
-        self, config: BalanceConfig, moe_layers: list[int], experts: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: BalanceConfig,
+        moe_layers: list[int],
+        experts: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._config = config
         self._row = {layer: row for row, layer in enumerate(moe_layers)}
         self._dtype, self._device, self._experts = dtype, device, experts
-        self.lagged_ME = torch.full((len(moe_layers), experts), 1 / max(1, experts), dtype=dtype, device=device)
+        self.lagged_ME = torch.full(
+            (len(moe_layers), experts), 1 / max(1, experts), dtype=dtype, device=device
+        )
         """f of the last completed step over the global batch, at first 1/E."""
         self.tally = self.start()
 
@@ -64,7 +71,9 @@ class Balancer:
         new_ME = counts_ME.to(self._dtype) / counts_ME.sum(1, keepdim=True).clamp(min=1)
         self.lagged_ME = torch.where(skip > 0, self.lagged_ME, new_ME)
 
-    def add(self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, bound: BoundBalance) -> Tensor | None:
+    def add(
+        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, bound: BoundBalance
+    ) -> Tensor | None:
         """Add a layer's values to the tally; return the term of the loss, or None if there is none."""
         routed_UE = bound.routed(ids_TK, scores_TE.shape[1])
         self.tally.counts_ME[self._row[layer]] += routed_UE.sum(0)
@@ -79,7 +88,9 @@ class Balancer:
             term = self._config.z_loss * z if term is None else term + self._config.z_loss * z
         return term
 
-    def _auxiliary(self, layer: int, scores_TE: Tensor, routed_UE: Tensor, top_k: int, bound: BoundBalance) -> Tensor:
+    def _auxiliary(
+        self, layer: int, scores_TE: Tensor, routed_UE: Tensor, top_k: int, bound: BoundBalance
+    ) -> Tensor:
         """Σ_j (n_j/N_tok)·A_j over the units of a micro-batch."""
         by_sequence = self._config.kind == "sequence"
         scores_UE, tokens_U1 = bound.unit_sums(scores_TE, by_sequence)
@@ -113,7 +124,7 @@ class BoundBalance:
         term = self._balancer.add(layer, logits_TE, scores_TE, ids_TK, self)
         if term is None or not term.requires_grad:
             return weights_TK
-        attached: Tensor = Attach.apply(weights_TK, term)
+        attached: Tensor = Attach.apply(weights_TK, term)  # type: ignore[no-untyped-call]
         return attached
 
     def routed(self, ids_TK: Tensor, experts: int) -> Tensor:

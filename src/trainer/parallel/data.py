@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from src.models.build import CausalLM
+from src.models.layers import Experts
 from src.trainer.parallel.pipeline.adapter import set_flags
 from src.trainer.runtime import Runtime
 
@@ -29,7 +30,7 @@ def is_sharded(runtime: Runtime) -> bool:
 
 
 def shard(model: CausalLM[Any], runtime: Runtime, compute: torch.dtype | None = None) -> None:
-    """Make FSDP2 units of the parts of `model` (on the meta device): experts, layers, embedding, norm and head.
+    """Make FSDP2 units of the parts of a model on the meta device: experts, layers, embedding, the rest.
 
     Args:
         model: this rank's stage.
@@ -45,12 +46,14 @@ def shard(model: CausalLM[Any], runtime: Runtime, compute: torch.dtype | None = 
 
     def unit(module: nn.Module, mesh: DeviceMesh, size: int) -> None:
         place = placement(size)
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, shard_placement_fn=place, mp_policy=policy)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=False, shard_placement_fn=place, mp_policy=policy
+        )
         sum_only(module)
 
     for layer in model.model.layers.values():
-        if layer.is_moe:
-            unit(layer.mlp.experts, experts, runtime.size("dp", "cp"))
+        for stack in (module for module in layer.modules() if isinstance(module, Experts)):
+            unit(stack, experts, runtime.size("dp", "cp"))
         unit(layer, dense, runtime.size("dp", "cp", "ep"))
     if model.stage.first and not model.config.tie_embeddings:
         unit(model.model.embed_tokens, dense, runtime.size("dp", "cp", "ep"))
@@ -70,7 +73,7 @@ def sum_only(module: nn.Module) -> None:
 
 
 def placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Which dimension to cut: the first if it divides, else the second of a stack if that does, else the first."""
+    """Which dimension to cut: the first if it divides, else a stack's second if that does, else the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: nn.Parameter) -> Shard | None:

@@ -1,4 +1,4 @@
-"""Stages 2 and 4 over expert-parallel ranks: dispatch and combine with an uneven all-to-all (ENG-18 to ENG-20).
+"""Stages 2 and 4 over expert-parallel ranks: an uneven all-to-all there and back (ENG-18 to ENG-20).
 
 A token travels once to each rank that owns one of its experts and is expanded there; every routed row returns
 once per (token, expert). Rows arrive ordered by (local expert, source rank, token). Sums of gradients are
@@ -54,19 +54,21 @@ class ExpertDispatcher:
             ids_TK: int32 or int64, K distinct expert ids of each.
 
         Returns:
-            rows [R,D] ordered by (local expert, source rank, token); int32 counts [L] of rows per local expert;
-            the plan for `combine`. Reads the device once, for the split sizes.
+            rows [R,D] ordered by (local expert, source rank, token); int32 rows per local expert [L]; the
+            plan for `combine`. Reads the device once, for the split sizes.
         """
         owner_TK = ids_TK.long() // self._local
         goes_PT, place_TP = unique_rows(owner_TK, self._ranks)
         sent_PL, got_PL = self._exchange_counts(ids_TK, goes_PT.sum(1))
-        splits = torch.stack([sent_PL[:, 0], got_PL[:, 0], sent_PL[:, 1:].sum(1), got_PL[:, 1:].sum(1)]).tolist()
+        splits = torch.stack(
+            [sent_PL[:, 0], got_PL[:, 0], sent_PL[:, 1:].sum(1), got_PL[:, 1:].sum(1)]
+        ).tolist()
         out, into = splits[0], splits[1]
         token_U = first_true(goes_PT.flatten(), sum(out)) % max(1, ids_TK.shape[0])
         got_ids_UK = exchange(ids_TK[token_U], out, into, self._group)
-        unique_UD = AllToAll.apply(Expand.apply(tokens_TD, token_U, place_TP), out, into, self._group)
+        unique_UD = all_to_all(expand(tokens_TD, token_U, place_TP), out, into, self._group)
         row_R, sorted_UK, arrived_R = self._by_expert(got_ids_UK, sum(splits[3]))
-        rows_RD = Expand.apply(unique_UD, row_R, sorted_UK)
+        rows_RD = expand(unique_UD, row_R, sorted_UK)
         home = owner_TK.flatten().argsort(stable=True)
         plan = Plan(
             arrived_R=arrived_R,
@@ -82,13 +84,13 @@ class ExpertDispatcher:
         """Rows [T,K,D] back at the rank that owns the token."""
         assert isinstance(plan, Plan), plan
         out, into = plan.back
-        ordered_RD = Permute.apply(rows_RD, plan.arrived_R, plan.expert_order_R)
-        returned = AllToAll.apply(ordered_RD, out, into, self._group)
-        home: Tensor = Permute.apply(returned, plan.home_TK, plan.slots_TK)
+        ordered_RD = permute(rows_RD, plan.arrived_R, plan.expert_order_R)
+        returned = all_to_all(ordered_RD, out, into, self._group)
+        home = permute(returned, plan.home_TK, plan.slots_TK)
         return home.view(*plan.shape, rows_RD.shape[1])
 
     def _exchange_counts(self, ids_TK: Tensor, unique_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Per peer: unique rows, then routed rows of each of its local experts; sent and received, int64 [P,1+L]."""
+        """Sent and received: per peer its unique rows, then routed rows per local expert, int64 [P,1+L]."""
         routed_E = count_ids(ids_TK, self._ranks * self._local)
         sent = torch.cat([unique_P[:, None], routed_E.view(self._ranks, self._local)], 1)
         return sent, exchange(sent, [1] * self._ranks, [1] * self._ranks, self._group)
@@ -113,7 +115,7 @@ def unique_rows(owner_TK: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """Which rows to send when a token goes once to each owner of its experts, in order of (owner, token).
 
     Returns:
-        whether the token goes to the owner [P,T]; its row there [T,P], the number of rows where it does not go.
+        whether the token goes to the owner [P,T]; its row there [T,P], the sum of rows where it does not go.
     """
     goes_TP = torch.zeros(owner_TK.shape[0], ranks, dtype=torch.bool, device=owner_TK.device)
     goes_PT = goes_TP.scatter_(1, owner_TK, True).t().contiguous()
@@ -147,8 +149,26 @@ def exchange(rows: Tensor, out: list[int], into: list[int], group: dist.ProcessG
     return received
 
 
-class AllToAll(Function):
+def all_to_all(rows: Tensor, out: list[int], into: list[int], group: dist.ProcessGroup) -> Tensor:
     """`exchange` with its adjoint: the same exchange the other way round."""
+    received: Tensor = AllToAll.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+def expand(x_ND: Tensor, index_R: Tensor, copies_NM: Tensor) -> Tensor:
+    """x[index]; the adjoint adds each row's copies in the order of `copies_NM`, where R stands for none."""
+    rows_RD: Tensor = Expand.apply(x_ND, index_R, copies_NM)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
+def permute(x_RD: Tensor, permutation_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """x[permutation], with the inverse as its adjoint."""
+    rows_RD: Tensor = Permute.apply(x_RD, permutation_R, inverse_R)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
+class AllToAll(Function):
+    """Behind `all_to_all`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, out: list[int], into: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -162,11 +182,10 @@ class AllToAll(Function):
 
 
 class Expand(Function):
-    """x[index]; the adjoint gathers by the table of an element's copies and adds them in the table's order."""
+    """Behind `expand`."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, index_R: Tensor, copies_NM: Tensor) -> Tensor:
-        """`copies_NM` holds the rows of the result that are copies of each input row; R stands for none."""
         ctx.save_for_backward(copies_NM)
         return x_ND[index_R]
 
@@ -182,7 +201,7 @@ class Expand(Function):
 
 
 class Permute(Function):
-    """x[permutation], with the inverse as its adjoint."""
+    """Behind `permute`."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, permutation_R: Tensor, inverse_R: Tensor) -> Tensor:

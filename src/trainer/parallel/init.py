@@ -1,7 +1,7 @@
 """Initial weights: value = f(seed, canonical name, block of rows), so the mesh cannot matter (ENG-9).
 
-A rank draws only the blocks that it holds, on the CPU in fp32, and casts: the same bits on every device, and no
-full tensor in memory. Each expert has its own names, so no two are clones.
+A rank draws only the blocks that it holds, on the CPU in fp32, and casts: the same bits on every device, and
+no full tensor in memory. Each expert has its own names, so no two are clones.
 """
 
 from __future__ import annotations

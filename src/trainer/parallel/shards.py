@@ -1,4 +1,4 @@
-"""Where this rank's shards lie in the tensors of canonical names (CKPT-1): the one map from mesh to mesh-free.
+"""Where this rank's shards lie in the tensors of canonical names (CKPT-1).
 
 A parameter of a rank is whole, or a DTensor sharded on one dimension; routed experts are stacked, so that one
 shard holds parts of many canonical tensors. Offsets come from the DTensor, never from a balanced division.
@@ -51,7 +51,10 @@ def shard_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def local_entries(
-    canonical: Mapping[str, Entry], parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor], experts: range
+    canonical: Mapping[str, Entry],
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    experts: range,
 ) -> dict[str, LocalEntry]:
     """Canonical name → what this rank holds of it.
 
@@ -73,8 +76,10 @@ def local_entries(
     return entries
 
 
-def _parts(entry: Entry, held: Tensor, dim: int, start: int, expert: int | None) -> list[tuple[tuple[int, ...], Tensor]]:
-    """The part of `entry` in `held`, whose dimension `dim` begins at `start`; `expert` indexes the rank's stack."""
+def _parts(
+    entry: Entry, held: Tensor, dim: int, start: int, expert: int | None
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """The part of `entry` in `held`, whose dimension `dim` begins at `start`; `expert` indexes the stack."""
     rest = (0,) * (len(entry.shape) - 1)
     if expert is None:
         assert dim == 0, entry

@@ -1,8 +1,8 @@
 """Torch's private names, in this file only; holds for 2.11 to 2.13.
 
 Two things are taken from torch that it does not publish: `_PipelineScheduleRuntime`, which adds sends and
-receives to a table of computations and runs it, and the reduction of FSDP2's gradients outside autograd. Torch's
-pipelining is imported where there are stages only: it costs 0.7 s, which other meshes need not pay.
+receives to a table of computations and runs it, and the reduction of FSDP2's gradients outside autograd.
+Torch's pipelining is imported where there are stages only: it costs 0.7 s, which other meshes need not pay.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Step:
         """Put this step's functions in the place of torch's; parameters are gathered by FSDP's own hooks."""
         from torch.distributed.pipelining import schedules
 
-        functions: dict[Any, Callable[[Any, Any], None]] = {
+        functions: dict[Any, Any] = {
             schedules.FORWARD: lambda action, context: self.forward(action.microbatch_index),
             schedules.FULL_BACKWARD: lambda action, context: self.backward(action.microbatch_index),
             schedules.UNSHARD: lambda action, context: None,
@@ -121,7 +121,9 @@ def make_schedule(stage: PipelineStage, table: Table, micro_batches: int) -> _Pi
     """Torch's runtime for a table of ours, sends and receives added."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    schedule = _PipelineScheduleRuntime([stage], micro_batches, loss_fn=_no_loss, scale_grads=False)
+    schedule = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        [stage], micro_batches, loss_fn=_no_loss, scale_grads=False
+    )
     schedule.pipeline_order = lowerable(table)
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
@@ -139,9 +141,9 @@ def lowerable(table: Table) -> dict[int, list[Any]]:
 
 
 def reduce_gradients(root: nn.Module) -> None:
-    """Reduce all gradients of an FSDP2 model now: one reduce-scatter per unit, one all-reduce if replicated.
+    """Reduce the gradients of an FSDP2 model: per unit a reduce-scatter, and an all-reduce if replicated.
 
-    The same steps as `PipelineStage.perform_reduce_grad`, without importing torch's pipelining. All ranks issue
+    As `PipelineStage.perform_reduce_grad`, without importing torch's pipelining. All ranks issue
     the same reductions in the same order; a parameter that got no gradient contributes zeros.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -159,14 +161,14 @@ def reduce_gradients(root: nn.Module) -> None:
 
 
 def settle(root: nn.Module) -> None:
-    """Finish FSDP2's set-up now instead of in the first forward, where it may move a shard to a padded copy."""
+    """Finish FSDP2's set-up now, not in the first forward, where it may move a shard to a padded copy."""
     from torch.distributed.fsdp import fully_shard
 
     fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
 
 
 def set_flags(root: nn.Module, last: bool) -> None:
-    """Whether FSDP2 reduces and reshards in the next backward; between `reduce_gradients` it must not (ENG-16)."""
+    """Whether the next backward reduces and reshards; it must not but in `reduce_gradients` (ENG-16)."""
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(root, FSDPModule)

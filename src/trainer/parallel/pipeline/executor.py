@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step: one after the other without stages, by a table of torch's runtime with them."""
+"""Runs the micro-batches of a step: one after the other, or with stages by a table."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Executor(Protocol):
     """How the stages of a rank go through the micro-batches of a step."""
 
     def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
-        """Forward and backward of every micro-batch once; `backward` after each, `reduce` after the last."""
+        """Each micro-batch forward and backward; `backward` after each, `reduce` after the last."""
         ...
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
-        """One forward through all stages, without gradients; the last stage's result there, None elsewhere."""
+        """One forward through all stages, without gradients; its result on the last stage, else None."""
         ...
 
 
@@ -48,7 +48,9 @@ class Sequential:
 class Pipelined:
     """One stage on this rank."""
 
-    def __init__(self, model: nn.Module, config: Config, micro_batches: int, runtime: Runtime, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, micro_batches: int, runtime: Runtime, dtype: torch.dtype
+    ) -> None:
         group = runtime.group("pp")
         assert group is not None
         shape = (config.micro_batch_size, config.sequence_length, config.model.hidden_size)

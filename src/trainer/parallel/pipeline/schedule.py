@@ -28,7 +28,8 @@ Table = dict[int, list[Action]]
 def gpipe(ranks: int, micro_batches: int) -> Table:
     """All forwards, then all backwards."""
     return {
-        rank: [Action("F", rank, m) for m in range(micro_batches)] + [Action("B", rank, m) for m in range(micro_batches)]
+        rank: [Action("F", rank, m) for m in range(micro_batches)]
+        + [Action("B", rank, m) for m in range(micro_batches)]
         for rank in range(ranks)
     }
 

@@ -1,0 +1,75 @@
+"""Puts a rank's part of the model together: which layers and experts, in which dtypes, sharded how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from src.config import Config
+from src.kernels.registry import Ops
+from src.models.build import CausalLM, Stage, build
+from src.models.dispatch import LocalDispatcher
+from src.models.protocol import Dispatcher
+from src.trainer.parallel import layout
+from src.trainer.parallel.data import is_sharded, shard
+from src.trainer.parallel.expert import ExpertDispatcher
+from src.trainer.parallel.pipeline.adapter import settle
+from src.trainer.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a precision policy."""
+
+    parameters: torch.dtype
+    """Of the parameters that are updated, and of gradients after their reduction."""
+    compute: torch.dtype
+    """Of products and of activations between stages."""
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "fp64": Precision(torch.float64, torch.float64),
+    "master": Precision(torch.float32, torch.bfloat16),
+}
+
+
+def precision_of(config: Config, device: torch.device) -> Precision:
+    """Dtypes of the run: `auto` is fp32 on a CPU and bf16 with fp32 masters on a GPU."""
+    name = config.precision.name
+    if name == "auto":
+        name = "fp32" if device.type == "cpu" else "master"
+    return PRECISIONS[name]
+
+
+def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision) -> CausalLM[Any]:
+    """This rank's part of the model in memory, sharded; weights are still garbage, buffers are not."""
+    with torch.device("meta"):
+        model = build(config.model, stage_of(config, runtime), ops)
+    model.to(precision.parameters)
+    if is_sharded(runtime):
+        mixed = precision.compute if precision.compute != precision.parameters else None
+        shard(model, runtime, mixed)
+    model.to_empty(device=runtime.device)
+    model.reset_buffers(runtime.device)
+    if is_sharded(runtime):
+        settle(model)
+    return model
+
+
+def stage_of(config: Config, runtime: Runtime) -> Stage:
+    """Layers and experts that this rank holds."""
+    stages, place = layout.stage_count(config), runtime.place
+    layers = layout.split_layers(config.model.num_layers, stages)[place.pp]
+    experts = layout.expert_block(config.model.num_experts, config.mesh.ep, place.ep)
+    return Stage(layers=layers, first=place.pp == 0, last=place.pp == stages - 1, experts=experts)
+
+
+def make_dispatcher(experts: int, runtime: Runtime, ops: Ops) -> Dispatcher:
+    """Stages 2 and 4: over the ep ranks, or on this rank alone."""
+    group = runtime.group("ep")
+    if group is not None:
+        return ExpertDispatcher(group, experts)
+    return cast(Dispatcher, LocalDispatcher(experts, ops))

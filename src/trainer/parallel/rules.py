@@ -1,0 +1,195 @@
+"""What a mesh, a batch, a pipeline and a backend must have in common, as rules that name what works (ENG-1).
+
+No torch here: composition refuses an impossible mesh before anything is started.
+"""
+
+from __future__ import annotations
+
+from src.config import Config
+from src.errors import Problem
+from src.trainer.backends import registry
+from src.trainer.parallel.layout import micro_batches, neighbours, sizes, spec
+
+
+def check(config: Config, world: int | None = None) -> list[Problem]:
+    """Everything about mesh, batch, pipeline and backend that cannot work, all at once (ENG-1).
+
+    Args:
+        config: the composed run, an `auto` mesh already filled.
+        world: number of ranks where something else fixed it (the direct launcher), else None.
+    """
+    problems = _positive(config)
+    if problems:
+        return problems
+    for rule in (
+        _experts,
+        _batch,
+        _context,
+        _stages,
+        _micro_batches,
+        _shared_embedding,
+        _tensor,
+        _capabilities,
+    ):
+        problems += rule(config)
+    if world is not None and world != config.mesh.world:
+        message = f"{world} ranks were started, the mesh {spec(config.mesh)} has {config.mesh.world}"
+        problems.append(Problem("mesh", message, f"start {config.mesh.world} ranks", rule="world"))
+    return problems
+
+
+def _choices(key: str, values: list[int]) -> str:
+    return " or ".join(f"{key}={value}" for value in values)
+
+
+def _positive(config: Config) -> list[Problem]:
+    numbers = {f"mesh.{axis}": size for axis, size in sizes(config.mesh).items()}
+    numbers |= {
+        "micro_batch_size": config.micro_batch_size,
+        "global_batch_size": config.global_batch_size,
+        "sequence_length": config.sequence_length,
+        "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
+    }
+    return [
+        Problem(key, f"{value} is not at least 1", f"{key}=1", rule="positive")
+        for key, value in numbers.items()
+        if value < 1
+    ]
+
+
+def _experts(config: Config) -> list[Problem]:
+    experts, ep = config.model.num_experts, config.mesh.ep
+    if experts == 0 and ep > 1:
+        return [
+            Problem(
+                "mesh.ep", f"ep={ep}, but {config.model.name} has no experts", "mesh.ep=1", rule="experts"
+            )
+        ]
+    if experts == 0 or experts % ep == 0:
+        return []
+    fit = neighbours(ep, lambda n: experts % n == 0, limit=experts + 1)
+    message = f"ep={ep} does not divide the {experts} experts of {config.model.name} (model.num_experts)"
+    return [Problem("mesh.ep", message, _choices("mesh.ep", fit), rule="experts")]
+
+
+def _batch(config: Config) -> list[Problem]:
+    unit = config.micro_batch_size * config.mesh.data_ranks
+    if config.global_batch_size % unit == 0:
+        return []
+    mesh = config.mesh
+    message = (
+        f"{config.global_batch_size} is not a multiple of {unit} = "
+        f"micro_batch_size {config.micro_batch_size} · rep {mesh.rep} · dp {mesh.dp} · ep {mesh.ep}"
+    )
+    fit = neighbours(config.global_batch_size, lambda n: n % unit == 0)
+    return [Problem("global_batch_size", message, _choices("global_batch_size", fit), rule="batch")]
+
+
+def _context(config: Config) -> list[Problem]:
+    cp, length = config.mesh.cp, config.sequence_length
+    if cp == 1 or length % (2 * cp) == 0:
+        return []
+    fit = neighbours(length, lambda n: n % (2 * cp) == 0)
+    message = f"{length} is not a multiple of 2·cp = {2 * cp}"
+    return [Problem("sequence_length", message, _choices("sequence_length", fit), rule="cp")]
+
+
+STAGES_PER_RANK: dict[str, tuple[int, int | None]] = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved_1f1b": (2, None),
+    "zbv": (2, 2),
+    "dualpipev": (2, 2),
+}
+"""Schedule → least and greatest stages per rank."""
+
+
+def _stages(config: Config) -> list[Problem]:
+    problems: list[Problem] = []
+    per_rank, layers, pp = config.pipeline.stages_per_rank, config.model.num_layers, config.mesh.pp
+    least, most = STAGES_PER_RANK[config.pipeline.schedule]
+    if pp > 1 and (per_rank < least or (most is not None and per_rank > most)):
+        wanted = str(least) if most == least else f"at least {least}"
+        message = f"{config.pipeline.schedule} takes {wanted} stages per rank, not {per_rank}"
+        fix = f"pipeline.stages_per_rank={least}"
+        problems.append(Problem("pipeline.stages_per_rank", message, fix, rule="stages"))
+    if pp * per_rank > layers:
+        message = (
+            f"pp={pp} times {per_rank} stages per rank are more than the {layers} layers (model.num_layers)"
+        )
+        fit = neighbours(pp, lambda n: n * per_rank <= layers, limit=1)
+        problems.append(
+            Problem("mesh.pp", message, _choices("mesh.pp", fit) or "use fewer stages", rule="stages")
+        )
+    return problems
+
+
+def _micro_batches(config: Config) -> list[Problem]:
+    n, pp, schedule = micro_batches(config), config.mesh.pp, config.pipeline.schedule
+    unit = config.micro_batch_size * config.mesh.data_ranks
+    if pp == 1 or _batch(config):
+        return []
+    if schedule == "dualpipev" and n < 2 * pp:
+        message = f"dualpipev wants at least 2·pp = {2 * pp} micro-batches, there are {n}"
+        return [
+            Problem("global_batch_size", message, f"global_batch_size={2 * pp * unit}", rule="micro-batches")
+        ]
+    if schedule == "interleaved_1f1b" and n % max(1, n // pp):
+        fit = [m * unit for m in neighbours(n, lambda m: m % max(1, m // pp) == 0)]
+        message = (
+            f"interleaved_1f1b wants micro-batches divisible into rounds of {max(1, n // pp)}, there are {n}"
+        )
+        return [
+            Problem("global_batch_size", message, _choices("global_batch_size", fit), rule="micro-batches")
+        ]
+    return []
+
+
+def _shared_embedding(config: Config) -> list[Problem]:
+    in_v = config.pipeline.schedule in ("zbv", "dualpipev")
+    if not config.model.tie_embeddings or config.mesh.pp == 1 or in_v:
+        return []
+    message = f"pp={config.mesh.pp} with {config.pipeline.schedule}: a tied head needs both ends on one rank"
+    return [Problem("mesh.pp", message, "mesh.pp=1", rule="shared embedding")]
+
+
+def _tensor(config: Config) -> list[Problem]:
+    if config.mesh.tp == 1:
+        return []
+    return [
+        Problem("mesh.tp", f"tp={config.mesh.tp}; tensor parallelism is reserved", "mesh.tp=1", rule="tp")
+    ]
+
+
+def _capabilities(config: Config) -> list[Problem]:
+    refused = registry.problem(config.backend.name)
+    if refused is not None:
+        return [refused]
+    able = registry.BACKENDS[config.backend.name]
+    wide = [
+        axis
+        for axis, size in sizes(config.mesh).items()
+        if size > 1 and axis not in able.axes and axis != "tp"
+    ]
+    problems = [_unable(config, f"mesh.{axis}", sizes(config.mesh)[axis], ["1"]) for axis in wide]
+    choices = (
+        ("pipeline.schedule", config.pipeline.schedule, able.schedules),
+        ("recompute", config.recompute.name, able.recompute),
+        ("precision", config.precision.name, able.precision),
+        ("balance", config.balance.kind, able.balance),
+        ("balance.force", config.balance.force, able.force),
+    )
+    problems += [
+        _unable(config, key, value, list(able_)) for key, value, able_ in choices if value not in able_
+    ]
+    if config.pipeline.overlap and not able.overlap:
+        problems.append(_unable(config, "pipeline.overlap", "true", ["false"]))
+    if config.pipeline.reduce == "micro_batch" and config.mesh.pp > 1:
+        message = f"micro_batch reduces after each micro-batch, which pp={config.mesh.pp} does not take"
+        problems.append(Problem("pipeline.reduce", message, "pipeline.reduce=step", rule="reduce"))
+    return problems
+
+
+def _unable(config: Config, key: str, value: object, able: list[str]) -> Problem:
+    message = f"backend {config.backend.name} does not take {key}={value} yet"
+    return Problem(key, message, " or ".join(f"{key}={name}" for name in able), rule="backend")
