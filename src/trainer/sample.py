@@ -25,7 +25,7 @@ def continue_prompts(run: Run) -> list[dict[str, Any]]:
     records = []
     for number, prompt in enumerate(run.config.evaluation.prompts):
         ids = tokenizer.encode(prompt)[-run.config.sequence_length // 2 :]
-        uniform = generator("sample", run.config.seed, run.step, number)
+        uniform = generator(run.config, "sample", run.step, number)
         for mode, text_ids in zip(("greedy", "sampled"), _continue(run, ids, uniform), strict=True):
             record = {"step": run.step, "prompt": prompt, "mode": mode, "text": tokenizer.decode(text_ids)}
             records.append(record)
