@@ -128,7 +128,7 @@ def problems(document: Document) -> list[str]:
 
 
 def check_overrides(lines: list[str]) -> list[tuple[str, Problem]]:
-    """What is wrong with each override, taken alone; a reserved option exists, as something that is refused."""
+    """What is wrong with each override, taken alone; a reserved option exists, to be refused."""
     found: list[tuple[str, Problem]] = []
     with config_loader() as loader:
         groups = Groups(loader)

@@ -16,9 +16,7 @@ FORBIDDEN = {
     "a host of packages or models": re.compile(
         r"pypi\.org|huggingface\.co|anaconda\.org|download\.pytorch\.org", re.I
     ),
-    "a directory of somebody's machine": re.compile(
-        r"(?<![\w.$}>*/-])/(Users|work|root|mnt|scratch)/\w"
-    ),
+    "a directory of somebody's machine": re.compile(r"(?<![\w.$}>*/-])/(Users|work|root|mnt|scratch)/\w"),
     "a promise instead of code": re.compile(r"\b(TODO|FIXME|XXX|TBD)\b"),
 }
 """What is wrong → how it is found."""
