@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from src.kernels.dtypes import widen
 from src.kernels.declaration import EAGER, Implementation
+from src.kernels.dtypes import widen
 
 
 def combine(y_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:

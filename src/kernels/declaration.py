@@ -27,7 +27,7 @@ class Need:
     """What a model asks of one operation."""
 
     features: frozenset[str] = frozenset()
-    """Abilities by name: `packed` (documents stay apart), `unequal_widths` (value width differs from key width)."""
+    """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 

@@ -35,7 +35,7 @@ def loop_outer(y_NM: Tensor, x_ND: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def library_rows(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
-    """`loop_rows` by torch's grouped product, whose rows past the last offset are uninitialised [pytorch #193633]."""
+    """`loop_rows` by torch's product, which leaves rows past the last offset unset (pytorch #193633)."""
     end = _spans(offs_E, x_ND.shape[0])[-1][1]
     y_NM = F.grouped_mm(x_ND, w_EMD.transpose(1, 2), offs=offs_E)
     if end < x_ND.shape[0]:
@@ -51,7 +51,9 @@ def library_outer(y_NM: Tensor, x_ND: Tensor, offs_E: Tensor) -> Tensor:
 def _spans(offs_E: Tensor, rows: int) -> list[tuple[int, int]]:
     ends = offs_E.tolist()
     if ends[-1] > rows:
-        raise ValueError(f"the last offset is {ends[-1]} but there are {rows} rows: offsets and rows must agree")
+        raise ValueError(
+            f"the last offset is {ends[-1]} but there are {rows} rows: offsets and rows must agree"
+        )
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -93,7 +95,7 @@ def _differentiable(name: str, rows: Product, outer: Product) -> Product:
             return rows(dy_NM, w_EMD.transpose(1, 2), offs_E), outer(dy_NM, x_ND, offs_E), None
 
     def grouped_mm(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
-        out: Tensor = GroupedMm.apply(x_ND, w_EMD, offs_E)
+        out: Tensor = GroupedMm.apply(x_ND, w_EMD, offs_E)  # type: ignore[no-untyped-call]
         return out
 
     return grouped_mm

@@ -19,7 +19,7 @@ CHUNK_ROWS = 2048
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, where the logits are; backward multiplies by the upstream scalar."""
+    """Gradients are made in the forward pass, where the logits are; backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, scale: Tensor, grad: bool) -> Tensor:
@@ -57,11 +57,14 @@ def _minus_one_hot(p_CV: Tensor, labels_C: Tensor) -> Tensor:
 def linear_cross_entropy(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
     """scale·Σ −log softmax(h·wᵀ)[label] over the labels that are not −100; a scalar, fp32 at least.
 
-    `labels_T` int64; `scale` a scalar tensor on the device, 1 / global target tokens in training. Under `no_grad`
-    no gradient is computed. The idea is that of Liger's fused linear cross-entropy (arXiv 2410.10989, sec. 3.2).
+    `labels_T` int64; `scale` a scalar tensor on the device, 1 / global target tokens in training. Under
+    `no_grad` no gradient is computed. The idea is that of Liger's fused linear cross-entropy
+    (arXiv 2410.10989, sec. 3.2).
     """
     grad = torch.is_grad_enabled() and (h_TD.requires_grad or w_VD.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(h_TD, w_VD, labels_T, scale, grad)
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        h_TD, w_VD, labels_T, scale, grad
+    )
     return loss
 
 

@@ -23,7 +23,9 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (slot_row_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, slot_row_N).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+        dy_SD = grads[0].index_select(0, slot_row_N)
+        dy_TKD = dy_SD.view(dy_SD.shape[0] // ctx.top_k, ctx.top_k, dy_SD.shape[1])
+        return dy_TKD.sum(1), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -40,13 +42,13 @@ class _Unpermute(torch.autograd.Function):
 
 def permute(x_TD: Tensor, row_slot_N: Tensor, slot_row_N: Tensor, top_k: int) -> Tensor:
     """Rows [N,D]: row r is the token of slot `row_slot_N[r]` (token = slot // K). N = T·K."""
-    out: Tensor = _Permute.apply(x_TD, row_slot_N, slot_row_N, top_k)
+    out: Tensor = _Permute.apply(x_TD, row_slot_N, slot_row_N, top_k)  # type: ignore[no-untyped-call]
     return out
 
 
 def unpermute(y_ND: Tensor, row_slot_N: Tensor, slot_row_N: Tensor, top_k: int) -> Tensor:
     """The K rows of each token, [T,K,D]: the inverse order of `permute`, without the sum over k."""
-    out: Tensor = _Unpermute.apply(y_ND, row_slot_N, slot_row_N)
+    out: Tensor = _Unpermute.apply(y_ND, row_slot_N, slot_row_N)  # type: ignore[no-untyped-call]
     return out.view(y_ND.shape[0] // top_k, top_k, y_ND.shape[1])
 
 

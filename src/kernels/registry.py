@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs: declared capabilities, resolved once, recorded (REG-1 to REG-4).
+"""Which implementation of each operation runs: declared, resolved once, recorded (REG-1 to REG-4).
 
 Every file of an operation lists its implementations in `IMPLEMENTATIONS`, the reference named `eager` among
 them. Whether one is available is a pure question about declared facts; it needs no such device. Nothing falls
@@ -19,6 +19,7 @@ from src.kernels.table import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from src.config import DeterminismConfig, KernelsConfig
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -60,8 +61,8 @@ class Ops:
 
 OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choices"))
 
-# Order in which `auto` tries the implementations, by device kind; the reference comes last everywhere. Measured
-# for CPU in LOG.md; an operation without a row has the reference only.
+# Order in which `auto` tries the implementations, by device kind; the reference comes last everywhere. An
+# operation without a row has the reference only. The order on CPU was measured (LOG.md).
 AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
 }

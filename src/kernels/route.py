@@ -22,13 +22,19 @@ class Routed(NamedTuple):
 
 
 def route(
-    logits_TE: Tensor, top_k: int, *, groups: int, groups_kept: int, scale: float, ids_TK: Tensor | None = None
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    groups_kept: int,
+    scale: float,
+    ids_TK: Tensor | None = None,
 ) -> Routed:
     """Softmax over all experts, choice of K within the best groups, weights = scores of the chosen · `scale`.
 
-    A group's score is its largest; experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2, arXiv
-    2405.04434, sec. 2.2.2, with the release's group score). Ties go to the lowest id. With `ids_TK` given,
-    selection is skipped. The gradient of the weights passes through the softmax, never through the ids (ROUTE-6).
+    A group's score is its largest; experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2,
+    arXiv 2405.04434, sec. 2.2.2, with the release's group score). Ties go to the lowest id. With `ids_TK`
+    given, no choice is made. The weights' gradient passes through the softmax, never through the ids (ROUTE-6).
     """
     scores_TE = logits_TE.softmax(-1)
     if ids_TK is None:
@@ -39,7 +45,7 @@ def route(
 
 def _select(scores_TE: Tensor, top_k: int, groups: int, groups_kept: int) -> Tensor:
     if groups_kept < groups:
-        grouped_TGM = scores_TE.unflatten(-1, (groups, -1))
+        grouped_TGM = scores_TE.reshape(scores_TE.shape[0], groups, scores_TE.shape[1] // groups)
         kept = _largest(grouped_TGM.amax(-1), groups_kept)
         keep_TG = torch.zeros_like(grouped_TGM[..., 0], dtype=torch.bool).scatter(1, kept, True)
         scores_TE = (grouped_TGM * keep_TG[..., None]).flatten(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.kernels.dtypes import widen
 from src.kernels.declaration import EAGER, Implementation
+from src.kernels.dtypes import widen
 
 
 def router_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

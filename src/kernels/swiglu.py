@@ -9,9 +9,14 @@ from src.kernels.declaration import EAGER, Implementation
 
 
 def swiglu(gate_up_N2F: Tensor) -> Tensor:
-    """silu(gate)·up, [N,F]; the gate is the first half (FFN-1; GLU Variants Improve Transformer, arXiv 2002.05202)."""
+    """silu(gate)·up, [N,F]; the gate is the first half (FFN-1).
+
+    GLU Variants Improve Transformer (arXiv 2002.05202, eq. 6).
+    """
     gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
     return F.silu(gate_NF) * up_NF
 
 
-IMPLEMENTATIONS = (Implementation("swiglu", EAGER, swiglu, deterministic=(True, True), saves="gate_up, silu(gate)"),)
+IMPLEMENTATIONS = (
+    Implementation("swiglu", EAGER, swiglu, deterministic=(True, True), saves="gate_up, silu(gate)"),
+)

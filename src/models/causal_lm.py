@@ -61,16 +61,17 @@ class CausalLM(nn.Module, Generic[C]):
         """What the family asks of the operations whose implementations differ in ability (REG-2)."""
 
     def forward(self, x: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
-        """Ids int64 [B,S] on the first stage, else hidden [B,S,D] → hidden [B,S,D], normed on the last stage."""
-        hidden_TD = (self.model.embed_tokens(x) if self.stage.first else x).flatten(0, 1)
+        """Ids int64 [B,S] on the first stage, else hidden [B,S,D] → hidden [B,S,D], normed on the last."""
+        hidden_TD: Tensor = (self.model.embed_tokens(x) if self.stage.first else x).flatten(0, 1)
         for layer in self.model.layers.values():
             hidden_TD = layer(hidden_TD, batch, dispatcher)
         if self.stage.last:
             hidden_TD = self.model.norm(hidden_TD)
-        return hidden_TD.unflatten(0, batch.positions_BS.shape)
+        B, S = batch.positions_BS.shape
+        return hidden_TD.view(B, S, self.config.hidden_size)
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor, scale: Tensor) -> Tensor:
-        """scale·Σ cross-entropy over labels ≠ −100, a scalar in fp32 at least; `scale` a scalar tensor (ENG-4)."""
+        """scale·Σ cross-entropy over labels ≠ −100, a scalar, fp32 at least; `scale` a scalar tensor."""
         loss: Tensor = self.ops.linear_cross_entropy(
             hidden_BSD.flatten(0, 1), self.lm_head.weight, labels_BS.flatten(), scale
         )

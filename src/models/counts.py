@@ -56,9 +56,9 @@ def count(config: ModelConfig) -> Counts:
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool = True) -> int:
-    """Training FLOPs per token: 6·N_mm plus 6·k·H·(d_qk + d_v) per attention layer; recomputation not counted.
+    """Training FLOPs per token: 6·N_mm plus 6·k·H·(d_qk + d_v) per attention layer, without recomputation.
 
-    `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; otherwise k = S, as torchtitan.
+    `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; else k = S, as torchtitan.
     """
     keys = sequence_length / 2 if causal else sequence_length
     return int(6 * count(config).matmul + 6 * keys * config.num_layers * _head_widths(config))

@@ -15,7 +15,7 @@ from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.kernels.route import Routed
 from src.models.causal_lm import CausalLM
-from src.models.layers import MATRIX, Embedding, Experts, Linear, ParamSpec, RMSNorm, Rotary, SwiGLU
+from src.models.layers import MATRIX, Experts, Linear, ParamSpec, RMSNorm, Rotary, SwiGLU
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
 from src.models.rotary import softmax_factor
@@ -26,7 +26,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (sec. 2.1): keys and values from one low-rank latent, one shared rotary key."""
+    """Multi-head latent attention (sec. 2.1): keys and values from one latent, one rotary key for all."""
 
     def __init__(self, config: DeepseekV2Config, ops: Ops) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """[T,D] → [T,D]; T = B·S of the batch."""
-        x_BSD = x_TD.unflatten(0, batch.positions_BS.shape)
+        x_BSD = x_TD.view(*batch.positions_BS.shape, self.config.hidden_size)
         q_BSHC, k_BSHC, v_BSHU = self.heads(x_BSD, *self.rotary(batch))
         o_BSHU, _ = self.ops.attention(q_BSHC, k_BSHC, v_BSHU, self.scale, batch.documents_BS)
         out: Tensor = self.o_proj(o_BSHU.flatten(2).flatten(0, 1))
@@ -58,9 +58,11 @@ class LatentAttention(nn.Module):
         """Queries and keys [B,S,H,C], each [without rotation | rotated], and values [B,S,H,U]."""
         config, rope = self.config, self.ops.rope
         nope, H = config.qk_nope_head_dim, config.num_heads
-        q_BSHN, q_BSHR = self.queries(x_BSD).unflatten(-1, (H, -1)).tensor_split([nope], -1)
-        latent_BSC, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([config.kv_lora_rank], -1)
-        kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(latent_BSC)).unflatten(-1, (H, -1))
+        per_head = (*x_BSD.shape[:2], H)
+        q_BSHC = self.queries(x_BSD).view(*per_head, nope + config.qk_rope_head_dim)
+        q_BSHN, q_BSHR = q_BSHC.tensor_split([nope], -1)
+        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([config.kv_lora_rank], -1)
+        kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(latent_BSL)).view(*per_head, nope + config.v_head_dim)
         k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
         k_BS1R = rope(k_BSR[:, :, None], cos_BSR, sin_BSR)
         q_BSHC = torch.cat((q_BSHN, rope(q_BSHR, cos_BSR, sin_BSR)), -1)
@@ -69,9 +71,9 @@ class LatentAttention(nn.Module):
 
     def queries(self, x_BSD: Tensor) -> Tensor:
         """[B,S,H·C], through the query's latent if the config has one."""
-        if self.config.q_lora_rank is None:
-            return self.q_proj(x_BSD)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        direct = self.config.q_lora_rank is None
+        q: Tensor = self.q_proj(x_BSD) if direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        return q
 
 
 class Router(nn.Module):
@@ -85,7 +87,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Ids and weights [T,K]; the engine's balance may replace the ids and adds its gradient to the weights."""
+        """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
         logits_TE = self.ops.router_linear(x_TD, self.weight)
         routed = self.route(logits_TE, None)
         if batch.balance is None:
@@ -119,8 +121,8 @@ class MoE(nn.Module):
         D, F = config.hidden_size, config.expert_size
         self.gate = Router(config, layer, ops)
         self.experts = Experts(len(experts), D, F, ops)
-        if config.num_shared_experts:
-            self.shared_experts = SwiGLU(D, F * config.num_shared_experts, ops)
+        shared = config.num_shared_experts
+        self.shared_experts = SwiGLU(D, F * shared, ops) if shared else None
 
 
 class DecoderLayer(nn.Module):
@@ -130,11 +132,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops = ops
         self.is_moe = is_moe_layer(config, layer)
-        self.has_shared = self.is_moe and config.num_shared_experts > 0
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.self_attn = LatentAttention(config, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.mlp = (
+        self.mlp: MoE | SwiGLU = (
             MoE(config, layer, experts, ops)
             if self.is_moe
             else SwiGLU(config.hidden_size, config.intermediate_size, ops)
@@ -144,16 +145,17 @@ class DecoderLayer(nn.Module):
         """Stage 1: attention, the shared experts and the choice of experts."""
         residual_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), batch)
         tokens_TD = self.post_attention_layernorm(residual_TD)
-        if not self.is_moe:
+        if not isinstance(self.mlp, MoE):
             return tokens_TD, None, Carry(residual_TD)
         routing = self.mlp.gate(tokens_TD, batch)
-        if self.has_shared:
+        if self.mlp.shared_experts is not None:
             residual_TD = residual_TD + self.mlp.shared_experts(tokens_TD)
         return tokens_TD, routing, Carry(residual_TD)
 
     def experts(self, rows_RD: Tensor, counts_E: Tensor | None) -> Tensor:
         """Stage 3: the experts held here, or the dense FFN."""
-        out_RD: Tensor = self.mlp(rows_RD) if counts_E is None else self.mlp.experts(rows_RD, counts_E)
+        out_RD: Tensor
+        out_RD = self.mlp.experts(rows_RD, counts_E) if isinstance(self.mlp, MoE) else self.mlp(rows_RD)
         return out_RD
 
     def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:

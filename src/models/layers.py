@@ -1,13 +1,13 @@
 """Layers that families share: projections, norm, embedding, FFN, experts, rotary angles.
 
-Each module declares in `specs` how its own parameters start and are treated (`ParamSpec`); the constructor only
-allocates, so building a model on any device costs no random numbers (ENG-9 fills it by global name).
+Each module declares in `specs` how its own parameters start and are treated (`ParamSpec`); the constructor
+only allocates, so building a model on any device costs no random numbers (ENG-9 fills it by global name).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows grouped by local expert, int32 counts of them → rows [R,D]; rows past the last count give zero."""
+        """Rows grouped by local expert, their int32 counts → rows [R,D]; rows past the counts give zero."""
         offs_E = counts_E.cumsum(0, dtype=torch.int32)
         gate_up_R2F = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
         out: Tensor = self.ops.grouped_mm(self.ops.swiglu(gate_up_R2F), self.down, offs_E)
@@ -131,7 +131,9 @@ class Rotary(nn.Module):
     def __init__(self, width: int, theta: float, yarn: YarnConfig) -> None:
         super().__init__()
         self.frequencies, self.factor = inverse_frequencies(width, theta, yarn)
-        self.register_buffer("inverse_R", torch.tensor(self.frequencies, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "inverse_R", torch.tensor(self.frequencies, dtype=torch.float32), persistent=False
+        )
 
     def reset_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the frequencies anew; after meta initialisation they are garbage (TRAP-7)."""
@@ -148,7 +150,13 @@ class Rotary(nn.Module):
 def param_specs(model: nn.Module) -> dict[str, ParamSpec]:
     """The spec of each of `model.named_parameters()`, from the module that made it."""
     return {
-        f"{prefix}.{name}" if prefix else name: module.specs[name]  # type: ignore[index,operator]
+        f"{prefix}.{name}" if prefix else name: _spec(module, name)
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
+
+
+def _spec(module: nn.Module, name: str) -> ParamSpec:
+    specs: Any = module.specs
+    spec: ParamSpec = specs[name]
+    return spec

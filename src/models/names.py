@@ -63,7 +63,9 @@ def is_expert_stack(name: str) -> bool:
 def vocabulary(config: ModelConfig) -> int:
     """Rows of embedding and head; `ValueError` while they still wait for the tokenizer."""
     if config.vocab_size is None:
-        raise ValueError("model.vocab_size is null: resolve it from the tokenizer first, or set model.vocab_size=N")
+        raise ValueError(
+            "model.vocab_size is null: resolve it from the tokenizer first, or set model.vocab_size=N"
+        )
     return config.vocab_size
 
 
@@ -77,7 +79,9 @@ def _unstack(name: str, shape: tuple[int, ...]) -> dict[str, Entry]:
     prefix, kind = name.rsplit(".", 1)
     experts, out = shape[0], shape[1]
     rows: dict[str, slice | None] = (
-        {"gate_proj": slice(0, out // 2), "up_proj": slice(out // 2, out)} if kind == "gate_up" else {"down_proj": None}
+        {"gate_proj": slice(0, out // 2), "up_proj": slice(out // 2, out)}
+        if kind == "gate_up"
+        else {"down_proj": None}
     )
     height = out // len(rows)
     return {

@@ -38,7 +38,9 @@ class Balance(Protocol):
         """The experts to use: `ids_TK` itself, or a forced choice of the same shape and dtype."""
         ...
 
-    def apply(self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def apply(
+        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         """Return `weights_TK` unchanged in value; its gradient also carries that of the auxiliary terms.
 
         `scores_TE` sum to 1 over all experts, before group masks and bias; `logits_TE` are the router's.
@@ -78,7 +80,7 @@ class Layer(Protocol):
         ...
 
     def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
-        """Stage 5: hidden [T,D] = residual + sum over k of weight times row; rows are [T,K,D], [T,D] if dense."""
+        """Stage 5: hidden [T,D] = residual + sum over k of weight·row; rows are [T,K,D], [T,D] if dense."""
         ...
 
 

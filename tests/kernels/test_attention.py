@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def pieces(flat: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """Per run of one document within one sample (a document here may span two samples' rows)."""
     ids, rows = documents().flatten(), torch.arange(50) // 25
     change = [0, *[i for i in range(1, 50) if ids[i] != ids[i - 1] or rows[i] != rows[i - 1]], 50]
-    return [tuple(x[a:b] for x in flat) for a, b in zip(change, change[1:], strict=False)]
+    return [tuple(x[a:b] for x in flat) for a, b in pairwise(change)]
 
 
 @BOTH

@@ -61,7 +61,10 @@ def permute_case() -> Case:
 
 def loss_case() -> Case:
     labels, scale = torch.tensor([3, -100, 0, 6]), torch.tensor(0.4, dtype=torch.float64)
-    return (lambda h, w: linear_cross_entropy.linear_cross_entropy(h, w, labels, scale)), (leaf(4, 3), leaf(7, 3))
+    return (lambda h, w: linear_cross_entropy.linear_cross_entropy(h, w, labels, scale)), (
+        leaf(4, 3),
+        leaf(7, 3),
+    )
 
 
 def rope_case() -> Case:
@@ -99,11 +102,16 @@ def test_num_3_references_pass_gradcheck(name: str) -> None:
 EMPTY: dict[str, Callable[[], Case]] = {
     "combine": lambda: (combine.combine, (leaf(0, 3, 4), leaf(0, 3), leaf(0, 4))),
     "linear_cross_entropy": lambda: (
-        lambda h, w: linear_cross_entropy.linear_cross_entropy(h, w, torch.empty(0, dtype=torch.int64), torch.tensor(1.0)),
+        lambda h, w: linear_cross_entropy.linear_cross_entropy(
+            h, w, torch.empty(0, dtype=torch.int64), torch.tensor(1.0)
+        ),
         (leaf(0, 3), leaf(7, 3)),
     ),
     "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(0, 7), leaf(7))),
-    "route": lambda: ((lambda x: route.route(x, 2, groups=3, groups_kept=1, scale=2.0).weights_TK), (leaf(0, 6),)),
+    "route": lambda: (
+        (lambda x: route.route(x, 2, groups=3, groups_kept=1, scale=2.0).weights_TK),
+        (leaf(0, 6),),
+    ),
     "swiglu": lambda: (swiglu.swiglu, (leaf(0, 6),)),
     "attention": lambda: (
         lambda q, k, v: attention.attention(q, k, v, 0.3, None)[0],

@@ -104,5 +104,9 @@ def test_cmp_1_custom_operations_pass_opcheck() -> None:
     for kind in ("loop", "library"):
         operations = torch.ops.manyhead
         tests = ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(operations, f"grouped_mm_{kind}_rows"), (x, w, offsets([2, 0, 5])), test_utils=tests)
-        torch.library.opcheck(getattr(operations, f"grouped_mm_{kind}_outer"), (y, x, offsets([2, 0, 5])), test_utils=tests)
+        torch.library.opcheck(
+            getattr(operations, f"grouped_mm_{kind}_rows"), (x, w, offsets([2, 0, 5])), test_utils=tests
+        )
+        torch.library.opcheck(
+            getattr(operations, f"grouped_mm_{kind}_outer"), (y, x, offsets([2, 0, 5])), test_utils=tests
+        )

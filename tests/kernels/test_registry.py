@@ -1,4 +1,4 @@
-"""REG-1 to REG-6 in small: capabilities are pure facts, every refusal comes at once, the choice is recorded."""
+"""REG-1 to REG-6: capabilities are pure facts, all refusals come at once, the choice is recorded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,14 @@ def test_reg_4_everything_resolves_everywhere(device: Device, dtype: torch.dtype
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(frozenset({"sinks"})), "cannot do sinks"),
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(widths={"key": 12, "value": 24}), "no wider"),
         ("attention", "sdpa_cpu", "cpu", torch.float32, PACKED, None),
-        ("grouped_mm", "torch_grouped_mm", "cpu", torch.bfloat16, Need(widths={"expert_size": 44}), "expert_size 44"),
+        (
+            "grouped_mm",
+            "torch_grouped_mm",
+            "cpu",
+            torch.bfloat16,
+            Need(widths={"expert_size": 44}),
+            "expert_size 44",
+        ),
         ("grouped_mm", "torch_grouped_mm", "cpu", torch.float32, Need(widths={"expert_size": 44}), None),
         ("grouped_mm", EAGER, "rocm", torch.float64, Need(widths={"expert_size": 9}), None),
     ],
@@ -74,7 +81,9 @@ def test_det_2_bitwise_refuses_what_is_not_declared_deterministic() -> None:
 
 def test_reg_2_all_unavailable_choices_come_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        choose_with(DEVICES[0], attention="sdpa_cpu", grouped_mm="torch_grouped_mm", linear_cross_entropy="lige")
+        choose_with(
+            DEVICES[0], attention="sdpa_cpu", grouped_mm="torch_grouped_mm", linear_cross_entropy="lige"
+        )
     assert caught.value.code == 3
     keys = [problem.key for problem in caught.value.problems]
     assert sorted(keys) == ["kernels.attention", "kernels.grouped_mm", "kernels.linear_cross_entropy"]

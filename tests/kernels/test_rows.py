@@ -65,7 +65,10 @@ def test_combine_sums_in_ascending_order_onto_the_residual() -> None:
 def test_combine_rounds_bf16_once() -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(T, K, D, generator=generator).bfloat16()
-    weights, residual = torch.rand(T, K, generator=generator), torch.randn(T, D, generator=generator).bfloat16()
+    weights, residual = (
+        torch.rand(T, K, generator=generator),
+        torch.randn(T, D, generator=generator).bfloat16(),
+    )
     exact = residual.double() + (weights.double()[..., None] * y.double()).sum(1)
     found = combine(y, weights, residual)
     assert found.dtype == torch.bfloat16

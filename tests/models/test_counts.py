@@ -17,7 +17,7 @@ from src.models.schema import DeepseekV2Config
 from tests.models import odd
 from tests.models.tools import operations
 
-# total, active, N_mm, GF per token at 2048, 4096, 8192 (causal, full), dense layer, MoE layer (experts, rest), V·D
+# (total, active, N_mm); GF per token by S (causal, full); (dense layer, MoE layer: experts, rest, V·D)
 TABLE = {
     "deepseek_v2/lite": (
         (15_706_484_224, 2_661_150_208, 2_451_308_544),
@@ -62,7 +62,9 @@ def test_mod_2_counts_and_flops_equal_the_tables(name: str, presets: dict[str, D
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", *TABLE])
-def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: dict[str, DeepseekV2Config]) -> None:
+def test_mod_2_a_meta_build_has_exactly_these_parameters(
+    name: str, presets: dict[str, DeepseekV2Config]
+) -> None:
     config = presets[name]
     with torch.device("meta"):
         model = build(config, whole(config), operations(config))
@@ -71,7 +73,9 @@ def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: dic
     assert sum(p.numel() for p in model.parameters()) == count(config).total
 
 
-@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"attention_bias": True}, {"num_shared_experts": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"tie_embeddings": True}, {"attention_bias": True}, {"num_shared_experts": 0}]
+)
 def test_switches_change_shapes_and_build_alike(changes: dict[str, object]) -> None:
     config = odd.deepseek_v2(**changes)
     model = build(config, whole(config), operations(config))
@@ -86,6 +90,7 @@ def test_a_tied_head_still_multiplies() -> None:
 
 
 def test_cfg_18_counts_and_names_import_no_torch() -> None:
-    code = "import sys, src.models.counts, src.models.names, src.models.schema, src.models.stage; print('torch' in sys.modules)"
+    modules = "src.models.counts, src.models.names, src.models.schema, src.models.stage"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

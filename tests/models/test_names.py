@@ -1,4 +1,4 @@
-"""CKPT-1, FFN-2, HFN: canonical names are global, one per expert and projection, and cover every parameter once."""
+"""CKPT-1, FFN-2, HFN: canonical names are global, one per expert and projection, and cover all once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ def test_every_parameter_declares_how_it_starts() -> None:
     for name, spec in specs.items():
         assert spec.expert == (".mlp.experts." in name)
         kind = "zeros" if name.endswith("bias") else "ones" if "norm" in name else "normal"
-        assert (spec.init, spec.decay, spec.std) == (kind, kind == "normal", 0.02 if kind == "normal" else 0.0)
+        assert (spec.init, spec.decay, spec.std) == (
+            kind,
+            kind == "normal",
+            0.02 if kind == "normal" else 0.0,
+        )
 
 
 def test_what_cannot_be_built_is_refused() -> None:

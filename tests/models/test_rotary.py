@@ -76,7 +76,9 @@ def test_trap_7_frequencies_are_recomputed_after_meta(dtype: torch.dtype) -> Non
     rotary.inverse_R.fill_(float("nan"))
     rotary.reset_buffers(torch.device("cpu"), dtype)
     cos, sin = rotary(batch(7))
-    angles = torch.arange(7, dtype=dtype)[:, None] * torch.tensor(inverse_frequencies(64, 1e4, V2)[0], dtype=dtype)
+    angles = torch.arange(7, dtype=dtype)[:, None] * torch.tensor(
+        inverse_frequencies(64, 1e4, V2)[0], dtype=dtype
+    )
     assert torch.equal(cos[0], angles.cos())
     assert torch.equal(sin[1], angles.sin())
     assert cos.dtype == dtype

@@ -42,7 +42,9 @@ def make(
     return model, LocalDispatcher(config.num_experts, ops)
 
 
-def batch(length: int, samples: int = 2, documents: list[int] | None = None, balance: Balance | None = None) -> Batch:
+def batch(
+    length: int, samples: int = 2, documents: list[int] | None = None, balance: Balance | None = None
+) -> Batch:
     """Samples of `length` positions; `documents` are lengths that cut the flattened batch into segments."""
     if documents is None:
         return Batch(torch.arange(length).expand(samples, length), None, None, None, balance)
@@ -69,7 +71,7 @@ def by_canonical_name(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[s
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """The gradient of every parameter; a missing one is an error."""
     missing = [name for name, p in model.named_parameters() if p.grad is None]
-    assert not missing, missing
+    assert not missing, f"no gradient: {missing}"
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

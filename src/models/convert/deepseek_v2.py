@@ -12,7 +12,7 @@ from src.models.schema import DeepseekV2Config
 
 
 def hf_config(config: DeepseekV2Config) -> dict[str, Any]:
-    """The content of `config.json` for transformers' `DeepseekV2ForCausalLM`; every number written out (MOD-1)."""
+    """The `config.json` of transformers' `DeepseekV2ForCausalLM`, every number written out (MOD-1)."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
