@@ -38,10 +38,10 @@ def write_report(directory: Path, figure: bool = True) -> Path:
     """
     if (directory / "config.yaml").is_file():
         return write_run_report(read_run(directory), figure)
-    runs = find_runs(directory)
+    runs, unread = find_runs(directory)
     if not runs:
         raise UserError(f"{directory} holds no run: neither config.yaml nor */config.yaml is there")
-    return write_sweep_report(directory, runs, figure)
+    return write_sweep_report(directory, runs, unread, figure)
 
 
 def write_run_report(run: RunFacts, figure: bool) -> Path:
@@ -84,9 +84,10 @@ def evaluations_table(evaluations: list[Record]) -> str:
     return table(["step", "nats per token", "bits per byte"], rows)
 
 
-def write_sweep_report(directory: Path, runs: list[RunFacts], figure: bool) -> Path:
-    """The report of the runs below a directory."""
+def write_sweep_report(directory: Path, runs: list[RunFacts], unread: list[str], figure: bool) -> Path:
+    """The report of the runs below a directory; `unread` are lines on those that could not be read."""
     found, notes = groups(runs)
+    notes = [*notes, *unread]
     meshes = mesh_differences(runs)
     keys = swept_keys(runs)
     rows = [{**{key: run.overrides.get(key) for key in keys}, **row(run)} for run in runs]
@@ -143,7 +144,7 @@ def spread(value: Record | None) -> str:
     """`mean ± sd`; the mean alone for one run."""
     if value is None:
         return "-"
-    return show(value["mean"]) + ("" if value["sd"] is None else f" ± {show(value['sd'])}")
+    return show(value["mean"]) + ("" if value["sd"] is None else f" ± {value['sd']:.2g}")
 
 
 def show(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from src.compose import load_config
 from src.config import Config
+from src.errors import UserError
 from src.naming import composition
 from src.records import Record, number, read_json, read_steps
 
@@ -76,10 +77,15 @@ def read_overrides(path: Path) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def find_runs(directory: Path) -> list[RunFacts]:
-    """The runs directly below a sweep's directory, in the order of the sweep."""
-    runs = [read_run(path.parent) for path in sorted(directory.glob("*/config.yaml"))]
-    return sorted(runs, key=lambda run: (run.config.sweep.index or 0, run.path.name))
+def find_runs(directory: Path) -> tuple[list[RunFacts], list[str]]:
+    """The runs directly below a sweep's directory, in its order, and a line for each that cannot be read."""
+    runs, notes = [], []
+    for path in sorted(directory.glob("*/config.yaml")):
+        try:
+            runs.append(read_run(path.parent))
+        except UserError as error:
+            notes.append(f"{path.parent.name} is left out, for its config is of another version: {error}")
+    return sorted(runs, key=lambda run: (run.config.sweep.index or 0, run.path.name)), notes
 
 
 def row(run: RunFacts) -> Record:
@@ -138,11 +144,14 @@ class Group:
     keys: dict[str, str]
     """The swept keys but `seed`."""
     runs: list[RunFacts]
+    apart: dict[str, str]
+    """What sets it apart from other groups of the same keys, such as its code; empty if nothing does."""
 
     @property
     def name(self) -> str:
-        """See `group_name`."""
-        return group_name(self.keys, self.runs)
+        """The group's name, with what sets it apart."""
+        apart = ", ".join(f"{key} {value[:8]}" for key, value in self.apart.items())
+        return group_name(self.keys, self.runs) + (f" ({apart})" if apart else "")
 
 
 def group_name(keys: dict[str, str], runs: list[RunFacts]) -> str:
@@ -159,10 +168,12 @@ def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
         chosen = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
         done = [run for run in same if run.state == "done"]
         parts = partition(done, lambda run: list(origin(run).values()))
-        found += [Group(chosen, part) for _, part in parts]
+        names = differing(done)
+        found += [
+            Group(chosen, part, {name: str(origin(part[0])[name]) for name in names}) for _, part in parts
+        ]
         if len(parts) > 1:
-            names = ", ".join(differing(done))
-            notes.append(f"{group_name(chosen, same)}: not averaged together, for {names} differ")
+            notes.append(f"{group_name(chosen, same)}: not averaged together, for {', '.join(names)} differ")
         if len(done) < len(same):
             notes.append(f"{group_name(chosen, same)}: {len(done)} of {len(same)} runs are done")
     return found, notes
@@ -171,7 +182,8 @@ def groups(runs: list[RunFacts]) -> tuple[list[Group], list[str]]:
 def differing(runs: list[RunFacts]) -> list[str]:
     """Names of the origins that are not the same for all runs."""
     origins = [origin(run) for run in runs]
-    return [name for name in origins[0] if len({str(one[name]) for one in origins}) > 1]
+    names = origins[0] if origins else {}
+    return [name for name in names if len({str(one[name]) for one in origins}) > 1]
 
 
 def partition(
@@ -188,7 +200,12 @@ def partition(
 def average(group: Group) -> Record:
     """Mean and sample standard deviation over the seeds, with n; sd is null for one run."""
     rows = [row(run) for run in group.runs]
-    summary: Record = {"keys": group.keys, "n": len(rows), "seeds": [run.config.seed for run in group.runs]}
+    summary: Record = {
+        "keys": group.keys,
+        "apart": group.apart,
+        "n": len(rows),
+        "seeds": [run.config.seed for run in group.runs],
+    }
     for name in AVERAGED:
         values = finite(one[name] for one in rows)
         if values:

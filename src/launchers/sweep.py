@@ -117,10 +117,12 @@ class Sweep:
             self._console.line(f"{job.name}: {error}")
             return
         job.path = found.path
-        for note in found.notes if found.path != before else []:
-            self._console.line(f"{job.name}: {note}")
         if found.finished:
             job.end("done", 0)
+            self._console.line(f"{job.name}  done before")
+            return
+        for note in found.notes if found.path != before else []:
+            self._console.line(f"{job.name}: {note}")
 
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if job.state == "running"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,27 +225,10 @@ def test_an_outer_launchers_numbers_reach_no_rank(start: Start, tmp_path: Path) 
 @pytest.mark.parametrize("columns", [40, 100])
 def test_bar_in_a_pseudo_terminal(start: Start, tmp_path: Path, checkout: Path, columns: int) -> None:
     """BAR-1: drawn on a terminal within its width, logs above it, the cursor comes back, no bar in a file."""
-    import fcntl
-    import pty
-    import struct
-    import sys
-    import termios
-
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {**os.environ, "PYTHONPATH": str(checkout), "TERM": "xterm", "NO_COLOR": "1"}
-    env.pop("COLUMNS", None)
     words = ["data=synthetic", "max_steps=5", "+env.FAKE_SLEEP=0.3", f"paths.runs={tmp_path}/runs"]
-    command = [sys.executable, "-m", "tests.launchers.launching", *words]
-    process = subprocess.Popen(command, cwd=checkout, env=env, stdout=slave, stderr=slave, stdin=slave)
-    os.close(slave)
-    text = read_all(master)
-    assert process.wait(30) == 0, text
-    bars = [
-        part
-        for part in text.replace("\r", "\n").split("\n")
-        if ("/5 " in part and "━" in part) or "/s " in part
-    ]
+    code, text = in_terminal(checkout, columns, "launching", *words)
+    assert code == 0, text
+    bars = [part for part in text.replace("\r", "\n").split("\n") if "/5 " in part]
     assert any("4/5" in bar or "3/5" in bar for bar in bars), text
     assert any("loss" in bar for bar in bars) == (columns == 100)
     assert max(len(strip_codes(bar)) for bar in bars) < columns
@@ -249,6 +238,19 @@ def test_bar_in_a_pseudo_terminal(start: Start, tmp_path: Path, checkout: Path, 
     for file in (tmp_path / "runs").rglob("*.log"):
         assert "\x1b" not in file.read_text()
         assert "━" not in file.read_text()
+
+
+def in_terminal(checkout: Path, columns: int, module: str, *words: str) -> tuple[int, str]:
+    """Run a command of the tests in a pseudo-terminal; its exit code and all that it wrote."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {**os.environ, "PYTHONPATH": str(checkout), "TERM": "xterm", "NO_COLOR": "1"}
+    env.pop("COLUMNS", None)
+    command = [sys.executable, "-m", f"tests.launchers.{module}", *words]
+    process = subprocess.Popen(command, cwd=checkout, env=env, stdout=slave, stderr=slave, stdin=slave)
+    os.close(slave)
+    text = read_all(master)
+    return process.wait(60), text
 
 
 def read_all(master: int) -> str:
@@ -264,6 +266,4 @@ def read_all(master: int) -> str:
 
 
 def strip_codes(text: str) -> str:
-    import re
-
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -91,6 +91,8 @@ def test_sweep_report(sweep: Path) -> None:
     assert (single["keys"], single["n"], single["seeds"]) == ({"mesh": "single"}, 3, [0, 1, 2])
     assert single["last_loss"] == {"mean": 3.0, "sd": 1.0, "n": 3}
     assert (first["n"], first["last_loss"]["sd"], second["n"]) == (1, None, 1)
+    assert (single["apart"], first["apart"], second["apart"]) == ({}, {"code": "c"}, {"code": "other"})
+    assert "mesh=ep2 (code other)" in text
     assert "mesh=ep2: not averaged together, for code differ" in facts["notes"]
     assert "mesh=ep2: 2 of 3 runs are done" in facts["notes"]
     pairs = {pair["seed"]: pair for pair in facts["meshes"]}
@@ -107,14 +109,17 @@ def test_sweep_report(sweep: Path) -> None:
 
 def test_band_of_a_group(sweep: Path) -> None:
     """REPORT-3: the figure's line is the mean over seeds, its band the sample standard deviation."""
-    found, _ = groups(find_runs(sweep))
+    found, _ = groups(find_runs(sweep)[0])
     steps, means, sds = mean_and_band(found[0])
     assert (steps, means, sds) == ([1, 2, 3, 4], [4.0, 3.0, 2.5, 3.0], [0.0, 0.0, 0.0, 1.0])
 
 
 def test_report_script_rebuilds(sweep: Path) -> None:
     """REPORT-1: `scripts/report.py DIR` makes the same report from the run directories alone."""
+    (sweep / "old").mkdir()
+    (sweep / "old" / "config.yaml").write_text("model: {family: gone}\n")
     write_report(sweep, figure=False)
+    assert "old is left out" in (sweep / "report.md").read_text()
     before = (sweep / "report.json").read_bytes()
     (sweep / "report.json").unlink()
     script = [sys.executable, str(CHECKOUT / "scripts" / "report.py"), str(sweep), "--no-figure"]

@@ -21,7 +21,7 @@ from src.errors import UserError
 from src.launchers.jobs import Job, data_failure, make_jobs, prepare_data, swept_places
 from src.launchers.sweep import Sweep, check_one_launcher, sweep_code
 from tests.launchers.conftest import Start
-from tests.launchers.test_launch import out, snapshot, status, wait_for
+from tests.launchers.test_launch import in_terminal, out, snapshot, status, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +180,14 @@ def test_ctrl_c_stops_running_jobs_and_cancels_the_others(start: Start, tmp_path
 
 
 @pytest.mark.slow
-def test_sweep_of_six(start: Start, tmp_path: Path) -> None:
-    """SWEEP-5, REPORT-2: three seeds on two meshes; means, differences between meshes, one table."""
-    code, text = out(start("sweeping", "seed=0,1,2", "mesh=single,ep2", "max_steps=3"))
+def test_sweep_of_six(checkout: Path, tmp_path: Path) -> None:
+    """SWEEP-5, REPORT-2, BAR-1: three seeds on two meshes; means, differences between meshes, one table.
+
+    On a terminal each running job has a line.
+    """
+    words = ["seed=0,1,2", "mesh=single,ep2", "max_steps=3", "data=synthetic", "+env.FAKE_SLEEP=0.4"]
+    code, text = in_terminal(checkout, 120, "sweeping", *words, f"paths.runs={tmp_path}/runs")
+    assert re.search(r"seed-0-mesh-single  [━─]* [123]/3 .*\s+seed-\d-mesh-single  ", text)
     (directory,) = (tmp_path / "runs").iterdir()
     assert code == 0, text
     facts = json.loads((directory / "report.json").read_text())
