@@ -34,7 +34,7 @@ def route(
 
     A group's score is its largest; experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2,
     arXiv 2405.04434, sec. 2.2.2, with the release's group score). Ties go to the lowest id. With `ids_TK`
-    given, no choice is made. The weights' gradient passes through the softmax, never through the ids (ROUTE-6).
+    given, no choice is made. The weights' gradient passes through the softmax, never the ids (ROUTE-6).
     """
     scores_TE = logits_TE.softmax(-1)
     if ids_TK is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from src.models.names import is_expert_stack, is_moe_layer, parameters
 
@@ -72,13 +72,12 @@ def moe_layers(config: ModelConfig) -> list[int]:
 def _active(config: ModelConfig, name: str, size: int) -> int:
     if not is_expert_stack(name):
         return size
-    family: DeepseekV2Config = config  # type: ignore[assignment]
-    return size // family.num_experts * family.top_k
+    return size // config.num_experts * cast("DeepseekV2Config", config).top_k
 
 
 def _head_widths(config: ModelConfig) -> int:
     """H·(d_qk + d_v) of one attention layer."""
-    family: DeepseekV2Config = config  # type: ignore[assignment]
+    family = cast("DeepseekV2Config", config)
     return family.num_heads * (family.qk_nope_head_dim + family.qk_rope_head_dim + family.v_head_dim)
 
 

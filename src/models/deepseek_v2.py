@@ -122,7 +122,7 @@ class MoE(nn.Module):
         self.gate = Router(config, layer, ops)
         self.experts = Experts(len(experts), D, F, ops)
         shared = config.num_shared_experts
-        self.shared_experts = SwiGLU(D, F * shared, ops) if shared else None
+        self.shared_experts = SwiGLU(D, F * shared) if shared else None
 
 
 class DecoderLayer(nn.Module):
@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
         self.mlp: MoE | SwiGLU = (
             MoE(config, layer, experts, ops)
             if self.is_moe
-            else SwiGLU(config.hidden_size, config.intermediate_size, ops)
+            else SwiGLU(config.hidden_size, config.intermediate_size)
         )
 
     def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:

@@ -88,19 +88,21 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate x)·up x): the dense FFN, and the shared experts as one (FFN-1, TRAP-3)."""
+    """down(silu(gate x)·up x): the dense FFN, and the shared experts as one (FFN-1, TRAP-3).
 
-    def __init__(self, width: int, inner: int, ops: Ops) -> None:
+    Gate and up are weights of their own here, so the gated activation is written out: joining both products for
+    the operation on stacked rows took a third longer on CPU.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.ops = ops
         self.gate_proj = Linear(width, inner)
         self.up_proj = Linear(width, inner)
         self.down_proj = Linear(inner, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T,D] → [T,D]."""
-        gate_up_T2F = torch.cat((self.gate_proj(x_TD), self.up_proj(x_TD)), -1)
-        out: Tensor = self.down_proj(self.ops.swiglu(gate_up_T2F))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
         return out
 
 

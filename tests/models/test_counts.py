@@ -83,6 +83,24 @@ def test_switches_change_shapes_and_build_alike(changes: dict[str, object]) -> N
     assert count(config).total != count(odd.deepseek_v2()).total
 
 
+def test_mod_1_releases_write_out_what_counts_cannot_see(presets: dict[str, DeepseekV2Config]) -> None:
+    """Keys that change the function but no shape; a change of the tiny member must not reach them."""
+    for name, scaling in (("deepseek_v2/lite", 1.0), ("deepseek_v2/236b", 16.0)):
+        config, yarn = presets[name], presets[name].yarn
+        assert (config.rope_theta, config.rms_norm_eps, config.context) == (1e4, 1e-6, 163_840)
+        assert (yarn.factor, yarn.original_length, yarn.mscale, yarn.mscale_all_dim) == (
+            40,
+            4096,
+            0.707,
+            0.707,
+        )
+        assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32, 1, True)
+        assert (config.top_k, config.routed_scaling, config.tie_embeddings) == (6, scaling, False)
+    big, lite = presets["deepseek_v2/236b"], presets["deepseek_v2/lite"]
+    assert (big.routing, big.num_groups, big.groups_kept) == ("group_limited_greedy", 8, 3)
+    assert (lite.routing, lite.first_dense, big.first_dense) == ("greedy", 1, 1)
+
+
 def test_a_tied_head_still_multiplies() -> None:
     """N_mm counts the head, whichever table it reads."""
     config = odd.deepseek_v2()
