@@ -33,9 +33,9 @@ class Baselines:
 def count_lines(train: Neighbours, heldout: Neighbours, vocab_size: int) -> tuple[float, float]:
     """Nats per held-out target of token frequencies and of interpolated pairs, both counted on `train`.
 
-    Frequencies are smoothed by one count per entry. Pairs are interpolated as in Witten and Bell (1991), method
-    C: p(t|s) = (c(s,t) + d(s)·q(t)) / (c(s) + d(s)), where d(s) is the number of different successors of s, and
-    q is Kneser and Ney's (1995): t's share of all different (predecessor, token) pairs, smoothed by one.
+    Frequencies are smoothed by one count per entry. Pairs are interpolated as in Witten and Bell (1991),
+    method C: p(t|s) = (c(s,t) + d(s)·q(t)) / (c(s) + d(s)), where d(s) counts the different successors of s,
+    and q is Kneser and Ney's (1995): t's share of all different (predecessor, token) pairs, smoothed by one.
     """
     contexts, targets = heldout
     counts_V = np.bincount(train[1], minlength=vocab_size)

@@ -15,7 +15,7 @@ from src.errors import UserError
 from src.trainer.data.documents import Document, Tally, documents
 from src.trainer.data.keys import Identity, Record, identify, key_of, packs_record
 from src.trainer.data.lease import Lease
-from src.trainer.data.store import Artifact, NotReadyError, Report, Store
+from src.trainer.data.store import Artifact, NotReadyError, Report, Store, verify
 
 LIBRARIES = ("numpy", "tokenizers")
 """Packages whose versions a manifest records."""
@@ -47,6 +47,31 @@ def prepare(config: Config, report: Report) -> Prepared:
     tokens, built = _ensure_tokens(config, identity, store, report)
     _ensure_plans(config, identity.key, tokens, store)
     return Prepared(identity.key, tokens.path, built)
+
+
+def verify_data(config: Config, prepared: Prepared) -> list[str]:
+    """Read every file of what `prepare` found whole; returns the directories that are as their manifests say.
+
+    Raises UserError (4) naming the first file whose bytes or offsets are wrong.
+    """
+    from src.trainer.data.tokens import SIDES, TokenFile
+
+    if prepared.key is None:
+        return []
+    store = open_store(config, lambda line: None)
+    try:
+        tokens = verify(store.directory("tokens", prepared.key), prepared.key)
+        found = [("tokens", prepared.key), ("packs", key_of(packs_record(config, prepared.key)))]
+        if config.tokenizer.kind == "bpe":
+            found.append(("tokenizers", key_of(tokens["record"]["tokenizer"])))
+        directories = [store.directory(section, key) for section, key in found]
+        for directory in directories[1:]:
+            verify(directory, directory.name)
+    except NotReadyError as reason:
+        raise UserError(str(reason), code=4) from reason
+    for side in SIDES:
+        TokenFile(directories[0], side, tokens).check_order()
+    return [str(directory) for directory in directories]
 
 
 def open_store(config: Config, report: Report) -> Store:
