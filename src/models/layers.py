@@ -90,8 +90,8 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate x)·up x): the dense FFN, and the shared experts as one (FFN-1, TRAP-3).
 
-    Gate and up are weights of their own here, so the gated activation is written out: joining both products for
-    the operation on stacked rows took a third longer on CPU.
+    Gate and up are weights of their own here, so the gated activation is written out: to join both products
+    for the operation on stacked rows took a third longer on CPU.
     """
 
     def __init__(self, width: int, inner: int) -> None:
