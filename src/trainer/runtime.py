@@ -33,7 +33,6 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("dp", "cp"),
     ("dp", "cp", "ep"),
     ("rep", "dp", "cp", "ep"),
-    ("pp", "dp", "cp", "ep"),
 )
 """Sets of axes that the engine communicates over, beside the whole world (ENG-2, reductions table)."""
 

@@ -99,26 +99,28 @@ def lb_scale() -> Any:
     )
 
 
-def norm_over(*axes: str) -> Any:
-    """The norm summed over other axes."""
-
-    def other(original: Any, runtime: Runtime, tensor: Tensor, given: Any, op: str = "sum") -> Tensor:
-        reduced: Tensor = original(
-            runtime, tensor, axes if tuple(given) == ("pp", "dp", "cp", "ep") else given, op
-        )
-        return reduced
-
-    return wrapped(Runtime, "reduce", other)
-
-
 def norm_rep() -> Any:
     """The norm counts replicas twice."""
-    return norm_over("pp", "rep", "dp", "cp", "ep")
+
+    def twice(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+        first = replace(backend._runtime.place, rep=0)
+        with mock.patch.object(backend, "_runtime", replace(backend._runtime, place=first)):
+            norm: Tensor = original(backend, *arguments)
+        return norm
+
+    return wrapped(NativeBackend, "grad_norm", twice)
 
 
 def norm_pp() -> Any:
     """A norm for each stage."""
-    return norm_over("dp", "cp", "ep")
+
+    def within(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+        reduce = backend._runtime.reduce
+        with mock.patch.object(Runtime, "sum_world", lambda runtime, t: reduce(t, ("rep", "dp", "cp", "ep"))):
+            norm: Tensor = original(backend, *arguments)
+        return norm
+
+    return wrapped(NativeBackend, "grad_norm", within)
 
 
 def cloned_experts() -> Any:

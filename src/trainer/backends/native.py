@@ -103,18 +103,18 @@ class NativeBackend:
         return Sums(step.loss, tally.aux, tally.z, tally.counts_ME)
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
-        """Global L2 norm of all gradients, each element once, as a device scalar (ENG-6); reads nothing back.
+        """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
 
-        rep is left out, since its ranks hold the same shards. With `loss`, the sums of this step, the norm is
-        not finite if any rank's loss is not (ENG-27).
+        The ranks of rep hold the same shards, so only the first of them puts its own in. With `loss`, the sums
+        of this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]
-        total = torch.stack(norms).square().sum()
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
+        total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)
         if loss is not None:
             total = total + torch.where(torch.isfinite(loss), 0.0, torch.nan)
-        return self._runtime.reduce(total, ("pp", "dp", "cp", "ep")).sqrt()
+        return self._runtime.sum_world(total).sqrt()
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a device scalar."""
