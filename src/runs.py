@@ -127,7 +127,7 @@ def finished_note(run: Path) -> str:
 
 
 def begin_attempt(taken: Claim, files: dict[str, str]) -> None:
-    """Move the last attempt's papers to `attempts/<n>/`, empty `control/` and write this attempt's `files`.
+    """Move the last attempt's papers, `control/` too, to `attempts/<n>/` and write this attempt's `files`.
 
     `config.yaml` is written last: a directory with one has everything else (RUN-3).
     """
@@ -140,7 +140,5 @@ def begin_attempt(taken: Claim, files: dict[str, str]) -> None:
                 os.replace(run / name, kept / name)
     for name in ("control", "ranks"):
         (run / name).mkdir(exist_ok=True)
-    for stale in (run / "control").iterdir():
-        stale.unlink()
     for name in sorted(files, key=lambda name: name == "config.yaml"):
         (run / name).write_text(files[name], encoding="utf-8")

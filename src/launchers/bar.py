@@ -120,7 +120,13 @@ class Display:
             from rich.console import Console as Terminal
             from rich.live import Live
 
-            self._live = Live(console=Terminal(stderr=True), auto_refresh=False, transient=True)
+            self._live = Live(
+                console=Terminal(stderr=True),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
             if sys.stdout.isatty():
                 self._console.above = self._print

@@ -68,7 +68,9 @@ def train(run: Path) -> None:
     if os.environ.get("FAKE_FAIL_SEED", str(seed)) != str(seed):
         rank = "none"
     print(
-        f"rank {RANK} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']} from step {first}", flush=True
+        f"rank {RANK} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']} from step {first}",
+        f"master {os.environ.get('MASTER_ADDR')}",
+        flush=True,
     )
     for step in range(first, steps + 1):
         meet(run, step)

@@ -15,7 +15,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -217,9 +217,9 @@ def test_an_outer_launchers_numbers_reach_no_rank(start: Start, tmp_path: Path) 
     outer = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "3"}
     code, text = out(start("launching", "max_steps=1", "run_name=one", folder='a b$(c) "d', **outer))
     assert code == 0, text
-    assert (
-        (tmp_path / 'a b$(c) "d' / "one" / "ranks" / "rank_00000.log").read_text().startswith("rank 0 pid ")
-    )
+    log = (tmp_path / 'a b$(c) "d' / "one" / "ranks" / "rank_00000.log").read_text()
+    assert log.startswith("rank 0 pid ")
+    assert log.endswith("master None\n")
 
 
 @pytest.mark.parametrize("columns", [40, 100])
@@ -234,20 +234,39 @@ def test_bar_in_a_pseudo_terminal(start: Start, tmp_path: Path, checkout: Path, 
     assert max(len(strip_codes(bar)) for bar in bars) < columns
     assert text.rstrip().rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
     assert "\x1b[3" not in text
-    assert "threads" in text
+    logged = [line for line in strip_codes(text).replace("\r", "\n").split("\n") if "threads" in line]
+    assert [line.startswith("rank 0 pid") for line in logged] == [True]
     for file in (tmp_path / "runs").rglob("*.log"):
         assert "\x1b" not in file.read_text()
         assert "━" not in file.read_text()
 
 
-def in_terminal(checkout: Path, columns: int, module: str, *words: str) -> tuple[int, str]:
-    """Run a command of the tests in a pseudo-terminal; its exit code and all that it wrote."""
+def test_only_stderr_is_a_terminal(checkout: Path, tmp_path: Path) -> None:
+    """BAR-1: the bar is drawn on stderr, the lines go to the file that stdout is, which gets no bar."""
+    words = ["data=synthetic", "max_steps=3", "+env.FAKE_SLEEP=0.3", f"paths.runs={tmp_path}/runs"]
+    with (tmp_path / "out").open("w") as file:
+        code, text = in_terminal(checkout, 100, "launching", *words, stdout=file)
+    lines = (tmp_path / "out").read_text()
+    assert code == 0, text
+    assert "2/3" in text
+    assert "threads" not in text
+    assert "threads" in lines
+    assert "3 steps, 300 tokens" in lines
+    assert "\x1b" not in lines
+
+
+def in_terminal(
+    checkout: Path, columns: int, module: str, *words: str, stdout: TextIO | None = None
+) -> tuple[int, str]:
+    """Run a command of the tests in a pseudo-terminal; its exit code and all that it wrote there."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {**os.environ, "PYTHONPATH": str(checkout), "TERM": "xterm", "NO_COLOR": "1"}
     env.pop("COLUMNS", None)
     command = [sys.executable, "-m", f"tests.launchers.{module}", *words]
-    process = subprocess.Popen(command, cwd=checkout, env=env, stdout=slave, stderr=slave, stdin=slave)
+    process = subprocess.Popen(
+        command, cwd=checkout, env=env, stdout=stdout or slave, stderr=slave, stdin=slave
+    )
     os.close(slave)
     text = read_all(master)
     return process.wait(60), text
