@@ -12,15 +12,17 @@ from src.compose import load_config
 from src.launchers.launch import run_one
 from src.launchers.ranks import WORKER
 from src.report_facts import override_list
+from src.trainer.worker import die_with_parent
 
 
 def main() -> int:
-    """Launch the job and return its exit code."""
+    """Launch the job and return its exit code; killed with the sweep, it takes its ranks along (LOCAL-2)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="jobs of the sweep side by side")
     parser.add_argument("--worker", default=WORKER, help="module that a rank runs")
     arguments = parser.parse_args()
+    die_with_parent()
     config = load_config(arguments.folder / "config.yaml")
     overrides = override_list(arguments.folder / "overrides.yaml")
     return run_one(config, overrides, arguments.worker, arguments.jobs)

@@ -24,7 +24,6 @@ from src.launchers.ranks import applied
 from src.naming import job_name, sweep_name
 from src.report_facts import overrides_text
 from src.status import read_status
-from src.trainer.data.keys import data_key
 
 ENDED = ("done", "stopped", "failed", "cancelled")
 """States that a job does not leave."""
@@ -39,7 +38,8 @@ class Job:
     overrides: list[str]
     swept: dict[str, str]
     """The swept keys with this job's values."""
-    data_key: str | None
+    data_key: str | None = None
+    """Name of its token artifact, as its plan says; None for synthetic data."""
     path: Path | None = None
     """The run directory, once it is known."""
     state: str = "queued"
@@ -89,7 +89,7 @@ def make_jobs(
         swept = {key_of(pair): pair.partition("=")[2] for pair in pairs}
         sweep = replace(config.sweep, name=name, job=job_name(pairs), index=index, keys=list(swept))
         named = replace(config, sweep=sweep)
-        jobs.append(Job(named, list(mine), swept, data_key(config)))
+        jobs.append(Job(named, list(mine), swept))
     return jobs
 
 

@@ -60,8 +60,9 @@ def run_sweep(
         for plan in plans:
             print(dry_run_text(plan))
         return 0
-    for plan in plans:
+    for job, plan in zip(jobs, plans, strict=True):
         check_memory(plan)
+        job.data_key = plan.data_key
     return Sweep(jobs, worker).run()
 
 

@@ -21,7 +21,7 @@ from src.errors import UserError
 from src.launchers.jobs import Job, data_failure, make_jobs, prepare_data, swept_places
 from src.launchers.sweep import Sweep, check_one_launcher, sweep_code
 from tests.launchers.conftest import Start
-from tests.launchers.test_launch import in_terminal, out, snapshot, status, wait_for
+from tests.launchers.test_launch import in_terminal, is_gone, out, rank_pids, snapshot, status, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,16 @@ def test_ctrl_c_stops_running_jobs_and_cancels_the_others(start: Start, tmp_path
     assert not (directory / "seed-1").exists()
     assert text.count("cancelled") >= 2
     assert (directory / "report.md").is_file()
+
+
+def test_a_killed_sweep_leaves_no_orphan(start: Start, tmp_path: Path) -> None:
+    """LOCAL-2: KILL takes jobs and ranks along within 10 s."""
+    process = start("sweeping", "seed=0,1", "max_steps=400", "+env.FAKE_SLEEP=0.1")
+    wait_for(lambda: len(list(tmp_path.glob("runs/*/*/fake_step"))) == 2)
+    pids = [pid for run in tmp_path.glob("runs/*/seed-*") for pid in rank_pids(run)]
+    assert len(pids) == 2
+    process.kill()
+    wait_for(lambda: all(is_gone(pid) for pid in pids), 10)
 
 
 @pytest.mark.slow
