@@ -172,7 +172,7 @@ def read_manifest(directory: Path, key: str) -> dict[str, Any]:
         is_whole = own == _own_hash(manifest)
     except FileNotFoundError as error:
         raise NotReadyError(f"{path} is missing") from error
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotReadyError(f"{path} is broken: {error}") from error
     if not is_whole:
         raise NotReadyError(f"{path} is broken: its own hash differs")

@@ -1,0 +1,200 @@
+"""One holder at a time (LEASE-1 to LEASE-4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from src.trainer.data import lease as module
+from src.trainer.data.lease import Lease, LeaseHeld, LeaseLost, Owner, Watch, beat_path, claim, read_owner
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    """A monotonic clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "key.d" / "lease"
+
+
+def foreign(path: Path, **changes: object) -> Owner:
+    """A lease as a process of another host leaves it."""
+    owner = dataclasses.replace(Owner.here(""), host="elsewhere", **changes)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(owner)))
+    return owner
+
+
+def beat(path: Path, counter: int) -> None:
+    beat_path(path).write_text(f"x {counter}\n")
+
+
+def test_one_takes_it_and_leaves_nothing_behind(path: Path) -> None:
+    """LEASE-1."""
+    with Lease.take(path, "run#1") or pytest.fail("free lease not taken") as held:
+        assert Lease.take(path) is None
+        assert read_owner(path) == held.owner
+        assert held.owner.attempt == "run#1"
+        held.check()
+    assert list(path.parent.iterdir()) == []
+    assert Watch(path).verdict() == "free"
+
+
+def test_the_holder_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-2: uuid and a counter that grows, from a thread."""
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    with claim(path) as held:
+        deadline = time.monotonic() + 10
+        while beat_path(path).read_text() in ("", f"{held.owner.uuid} 0\n") and time.monotonic() < deadline:
+            time.sleep(0.005)
+        uuid, counter = beat_path(path).read_text().split()
+        assert (uuid, int(counter) > 0) == (held.owner.uuid, True)
+
+
+def test_silence_is_measured_by_the_waiter(path: Path) -> None:
+    """LEASE-2: 30 s without a change of the beat, whatever the file times say."""
+    foreign(path)
+    beat(path, 0)
+    clock = Clock()
+    watch = Watch(path, clock)
+    assert watch.verdict() == "silent"
+    clock.now += 29.9
+    assert watch.verdict() == "silent"
+    beat(path, 1)
+    assert watch.verdict() == "beating"
+    clock.now += 29.9
+    assert watch.verdict() == "silent"
+    clock.now += 0.2
+    assert watch.verdict() == "dead"
+
+
+def test_another_holder_starts_the_clock_again(path: Path) -> None:
+    foreign(path)
+    clock = Clock()
+    watch = Watch(path, clock)
+    watch.verdict()
+    clock.now += 29
+    foreign(path, uuid="second")
+    assert watch.verdict() == "silent"
+    clock.now += 29
+    assert watch.verdict() == "silent"
+    assert watch.owner is not None
+    assert watch.owner.uuid == "second"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"uuid": "x"}', "[]"])
+def test_a_lease_that_was_never_written_dies_of_silence(path: Path, text: str) -> None:
+    """A builder killed between creating and writing its lease."""
+    path.parent.mkdir()
+    path.write_text(text)
+    clock = Clock()
+    watch = Watch(path, clock)
+    assert watch.verdict() == "silent"
+    clock.now += 30
+    assert watch.verdict() == "dead"
+    assert watch.steal()
+    assert Watch(path).verdict() == "free"
+
+
+def start_holder(path: Path) -> subprocess.Popen[str]:
+    program = "\n".join(
+        [
+            "import sys, time",
+            f"sys.path.insert(0, {str(ROOT)!r})",
+            "from pathlib import Path",
+            "from src.trainer.data.lease import claim",
+            f"held = claim(Path({str(path)!r}), 'theirs')",
+            "print('held', flush=True)",
+            "time.sleep(120)",
+        ]
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_a_living_holder_is_named_and_a_killed_one_is_followed_at_once(path: Path) -> None:
+    """LEASE-2's shortcut on one host, also while the killed process is a zombie."""
+    holder = start_holder(path)
+    try:
+        started = time.monotonic()
+        with pytest.raises(LeaseHeld) as caught:
+            claim(path)
+        assert caught.value.owner is not None
+        assert (caught.value.owner.pid, caught.value.owner.attempt) == (holder.pid, "theirs")
+        assert str(holder.pid) in str(caught.value)
+        holder.kill()
+        with claim(path) as ours:
+            assert ours.owner.pid != holder.pid
+        assert time.monotonic() - started < 10
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_reused_pid_is_not_the_holder(path: Path) -> None:
+    owner = dataclasses.replace(Owner.here(""), pid_start="1")
+    path.parent.mkdir()
+    path.write_text(json.dumps(dataclasses.asdict(owner)))
+    assert Watch(path).verdict() == "dead"
+
+
+def test_of_two_thieves_one_wins(path: Path) -> None:
+    """LEASE-3: the second one's rename fails, and it neither takes nor harms the winner's lease."""
+    foreign(path)
+    first, second = Watch(path), Watch(path)
+    first.verdict(), second.verdict()
+    assert first.steal()
+    assert not second.steal()
+    with claim(path) as winner:
+        assert not second.steal()
+        winner.check()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_robbed_holder_notices_and_leaves_the_thief_alone(path: Path) -> None:
+    """LEASE-4."""
+    robbed = claim(path)
+    thief = Watch(path)
+    thief.verdict()
+    assert thief.steal()
+    with pytest.raises(LeaseLost):
+        robbed.check()
+    with claim(path) as new:
+        with pytest.raises(LeaseLost, match=str(new.owner.pid)):
+            robbed.check()
+        robbed.release()
+        new.check()
+        assert read_owner(path) == new.owner
+
+
+def test_a_robbed_holder_stops_beating(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    robbed = claim(path)
+    foreign(path)
+    robbed._thread.join(timeout=10)
+    assert not robbed._thread.is_alive()
+    beat(path, 5)
+    robbed.release()
+    assert beat_path(path).read_text() == "x 5\n"
+
+
+def test_the_lock_of_a_run_has_its_beat_beside_it(tmp_path: Path) -> None:
+    with claim(tmp_path / "run.lock"):
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["run.lock", "run.lock.beat"]

@@ -1,0 +1,222 @@
+"""Preparation through the store (PREP-1, PREP-3, PREP-7, PREP-8, STORE-3, STORE-4)."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts import prepare_data
+from src.errors import UserError
+from src.trainer.data import encode, prepare
+from src.trainer.data.corpus import open_data
+from src.trainer.data.prepare import Prepared
+from src.trainer.data.tokenizer import ByteTokenizer, LibraryTokenizer
+from tests.data.small import prepared, small_config, texts, write_corpus
+
+
+@pytest.fixture
+def tok(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Texts of each tokenise call."""
+    calls: list[int] = []
+    for kind in (ByteTokenizer, LibraryTokenizer):
+        plain = kind.encode_batch
+
+        def counted(self: object, found: list[str], plain=plain) -> object:  # type: ignore[no-untyped-def]
+            calls.append(len(found))
+            return plain(self, found)
+
+        monkeypatch.setattr(kind, "encode_batch", counted)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_a_sweep_over_seeds_tokenises_once(tmp_path: Path, tok: list[int], kind: str) -> None:
+    """PREP-1, PREP-2, STORE-3: seeds and lengths cost nothing, a split seed once, going back nothing."""
+    found = [prepared(small_config(tmp_path, tokenizer__kind=kind, seed=s)) for s in range(3)]
+    assert (sum(tok), [p.built for p in found]) == (60, [True, False, False])
+    assert len({p.key for p in found}) == 1
+    other = prepared(small_config(tmp_path, tokenizer__kind=kind, data__split_seed=1))
+    assert (sum(tok), other.built) == (120, True)
+    assert other.key != found[0].key
+    prepared(small_config(tmp_path, tokenizer__kind=kind, sequence_length=77, data__packing="none"))
+    assert prepared(small_config(tmp_path, tokenizer__kind=kind)) == Prepared(
+        found[0].key, found[0].path, False
+    )
+    assert sum(tok) == 120
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir()}
+
+
+def start(root: Path, seed: int) -> None:
+    prepared(small_config(root, tokenizer__kind="bpe", seed=seed))
+
+
+@pytest.mark.slow
+def test_four_starters_on_an_empty_store_build_once(tmp_path: Path) -> None:
+    """PREP-1 with concurrent processes."""
+    small_config(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    starters = [context.Process(target=start, args=(tmp_path, seed)) for seed in range(4)]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join(60)
+    assert [starter.exitcode for starter in starters] == [0] * 4
+    store = tmp_path / "store"
+    assert sorted(p.name for p in store.iterdir()) == ["hashes", "packs", "tokenizers", "tokens"]
+    for section in ("packs", "tokenizers", "tokens"):
+        assert len(list((store / section).glob("*/manifest.json"))) == 1
+        assert not list((store / section).glob(".tmp*"))
+    assert not prepared(small_config(tmp_path, tokenizer__kind="bpe")).built
+
+
+def test_bytes_do_not_depend_on_batches_or_on_the_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PREP-8 in one process: any batch size, and a second build of the same key."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    found = []
+    for size in (1, 700, 2**20):
+        monkeypatch.setattr(encode, "BATCH_BYTES", size)
+        path = prepared(config).path
+        assert path is not None
+        found.append(contents(path))
+        shutil.rmtree(tmp_path / "store")
+    assert found[0] == found[1] == found[2]
+    assert set(found[0]) == {
+        "manifest.json",
+        *(f"{s}.{e}" for s in ("train", "heldout") for e in ("bin", "idx")),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_bytes_do_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """PREP-8 for 1, 2 and 7 spawned workers, after an encode in the parent (PREP-9)."""
+    monkeypatch.setattr(encode, "BATCH_BYTES", 900)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    found = []
+    for workers in (0, 1, 2, 7):
+        path = prepared(small_config(tmp_path, tokenizer__kind=kind, data__prepare__workers=workers)).path
+        assert path is not None
+        found.append(contents(path))
+        shutil.rmtree(tmp_path / "store")
+    assert all(f == found[0] for f in found)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+@pytest.mark.slow
+def test_a_killed_worker_fails_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_encode_in_worker", kill_worker)
+    with pytest.raises(UserError, match=r"worker.*killed") as caught:
+        prepared(small_config(tmp_path, data__prepare__workers=2))
+    assert caught.value.code == 4
+    assert not list((tmp_path / "store" / "tokens").glob(".tmp*"))
+
+
+def kill_worker(*_: object) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def test_preparation_changes_no_value(tmp_path: Path) -> None:
+    """PREP-7."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    before = copy.deepcopy(config)
+    prepared(config)
+    open_data(config)
+    assert config == before
+
+
+def test_never_names_key_and_command_at_once(tmp_path: Path) -> None:
+    """PREP-3."""
+    config = small_config(tmp_path, data__prepare__where="never")
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"[0-9a-f]{16} is not ready.*prepare_data\.py") as caught:
+        prepared(config)
+    assert time.monotonic() - started < 1
+    assert caught.value.code == 4
+    assert not (tmp_path / "store").exists()
+    key = prepared(small_config(tmp_path)).key
+    assert prepared(config).key == key
+
+
+def test_nothing_depends_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STORE-8: all writes are below `paths.data`."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    before = set(tmp_path.rglob("*"))
+    prepared(config)
+    assert all(p.is_relative_to(tmp_path / "store") for p in set(tmp_path.rglob("*")) - before)
+
+
+def test_open_data_builds_nothing(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    with pytest.raises(UserError, match=r"not ready.*prepare_data\.py") as caught:
+        open_data(config)
+    assert caught.value.code == 4
+    assert not (tmp_path / "store").exists()
+    key = prepared(config).key
+    (tmp_path / "corpus" / "0000.txt").write_text("the corpus moves on")
+    with pytest.raises(UserError):
+        open_data(config)
+    assert open_data(config, key).key == key
+
+
+def test_too_little_to_train_on_is_refused(tmp_path: Path) -> None:
+    """ORDER-5: `drop` with less than a batch."""
+    config = small_config(tmp_path, data__epoch_tail="drop", global_batch_size=10_000)
+    prepared(config)
+    with pytest.raises(UserError, match=r"samples at global_batch_size=10000") as caught:
+        open_data(config)
+    assert caught.value.code == 2
+    config.data.epoch_tail = "carry"
+    assert len(open_data(config).train) > 0
+
+
+def test_a_broken_artifact_is_built_again(tmp_path: Path) -> None:
+    """STORE-5 from the outside, and the event is reported."""
+    config = small_config(tmp_path)
+    path = prepared(config).path
+    assert path is not None
+    before = contents(path)
+    os.truncate(path / "train.bin", 5)
+    lines: list[str] = []
+    assert prepare.prepare(config, lines.append).built
+    assert contents(path) == before
+    assert any("train.bin" in line and ".bad-" in line for line in lines)
+
+
+def test_the_command_builds_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same key as `train.py` would have; a flipped byte ends in 4 with the file's name."""
+    corpus = write_corpus(tmp_path / "corpus", texts(20))
+    overrides = [
+        "data=text_files",
+        f"data.files=[{corpus}/*.txt]",
+        "tokenizer=bytes",
+        "data.holdout=0.3",
+        f"paths.data={tmp_path}/store",
+    ]
+    assert prepare_data.main(["build", "--verify", *overrides]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["built"]
+    assert [Path(p).parent.name for p in said["verified"]] == ["tokens", "packs"]
+    assert prepare_data.main(["build", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out) == {**said, "built": False, "verified": []}
+    file = Path(said["path"]) / "heldout.bin"
+    content = bytearray(file.read_bytes())
+    content[7] ^= 1
+    file.write_bytes(bytes(content))
+    assert prepare_data.main(["build", "--verify", *overrides]) == 4
+    assert "heldout.bin" in capsys.readouterr().err
+    assert prepare_data.main(["build", "data.holdot=1"]) == 2
