@@ -15,7 +15,7 @@ from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.kernels.route import Routed
 from src.models.causal_lm import CausalLM
-from src.models.layers import MATRIX, Experts, Linear, ParamSpec, RMSNorm, Rotary, SwiGLU
+from src.models.layers import ROUTER, Experts, Linear, ParamSpec, RMSNorm, Rotary, SwiGLU
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
 from src.models.rotary import softmax_factor
@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
 class Router(nn.Module):
     """Chooses K experts of each token and their weights (ROUTE-1)."""
 
-    specs: ClassVar[dict[str, ParamSpec]] = {"weight": MATRIX}
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
 
     def __init__(self, config: DeepseekV2Config, layer: int, ops: Ops) -> None:
         super().__init__()

@@ -33,11 +33,14 @@ class ParamSpec:
     """One of the routed experts' stacks: divided over ep, sharded over (dp, cp) (ENG-2)."""
     decay: bool = True
     """Whether weight decay applies; not to gains and biases."""
+    wide: bool = False
+    """Used in the master's dtype under any precision, not in that of compute (MOD-4)."""
 
 
 MATRIX = ParamSpec("normal", std=0.02)
 GAIN = ParamSpec("ones", decay=False)
 BIAS = ParamSpec("zeros", decay=False)
+ROUTER = ParamSpec("normal", std=0.02, wide=True)
 EXPERTS = ParamSpec("normal", std=0.02, expert=True)
 
 

@@ -61,7 +61,14 @@ def test_ties_to_the_highest_id(monkeypatch: pytest.MonkeyPatch) -> None:
         test_route.test_route_1_choice_and_weights(5, 2, True)
 
 
-def test_one_hot_not_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "_minus_one_hot", lambda p, labels: p)
+def test_a_sum_over_all_but_the_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The denominator without the target's own term."""
+    original = loss._exponentials
+
+    def mutant(h_CD: Tensor, w_VD: Tensor, label_C1: Tensor, out_CV: Tensor) -> tuple[Tensor, Tensor]:
+        nll, total = original(h_CD, w_VD, label_C1, out_CV)
+        return nll, total - out_CV.gather(1, label_C1)
+
+    monkeypatch.setattr(loss, "_exponentials", mutant)
     with pytest.raises(AssertionError):
         test_linear_cross_entropy.test_loss_and_gradients_for_any_chunk(8, 1.0, monkeypatch)
