@@ -14,7 +14,7 @@ IGNORE = -100
 """Label of a position without a target."""
 
 CHUNK_ROWS = 256
-"""Rows whose logits exist at one time, in one buffer. A larger buffer goes back to the system and comes zeroed
+"""Rows whose logits exist at one time, in one buffer. A larger one goes back to the system and comes zeroed
 anew each time, which on CPU cost as much again as the products (512 rows of 8,192)."""
 
 
