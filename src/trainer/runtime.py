@@ -1,6 +1,7 @@
 """What a rank knows of its place: device, coordinates, process groups, reductions over mesh axes.
 
-Everything that is decided for all ranks goes through here, so that one rank alone needs no process group.
+Everything that is decided for all ranks goes through here, so that one rank alone needs no process group (but
+FSDP2 wants one where it casts parameters: a group of one, without a network).
 Only groups of two and more ranks are made, and two sets of axes that span the same ranks share one group: on
 two cores a gloo group costs a rank some ten milliseconds.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from src.config import Config, MeshConfig
 from src.errors import UserError
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
+from src.trainer.parallel.precision import precision_of
 
 T = TypeVar("T")
 
@@ -113,7 +115,7 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the process groups."""
-        if self.world > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -124,8 +126,7 @@ def start(config: Config) -> Runtime:
     """Join the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment tell.
 
     Raises:
-        UserError: the environment has another number of ranks than the mesh (2), no such device (3), or
-            `determinism=bitwise` without what it needs.
+        UserError: the environment has another number of ranks than the mesh (2), or no such device (3).
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -136,11 +137,12 @@ def start(config: Config) -> Runtime:
     device = pick_device(config, local_rank)
     if config.determinism.name == "bitwise":
         torch.use_deterministic_algorithms(True)
-    if world > 1:
+    if world > 1 or precision_of(config, device).is_mixed:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world,
+            store=dist.HashStore() if world == 1 else None,  # type: ignore[attr-defined]
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )

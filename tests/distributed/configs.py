@@ -24,10 +24,9 @@ class Case:
     @property
     def balance(self) -> str:
         """Every kind of auxiliary loss meets every mesh."""
-        return {
-            "dense": "sequence",
-            "packed": {"fp64": "global_batch_lagged", "fp32": "micro_batch"}[self.precision],
-        }[self.batch]
+        if self.batch == "dense":
+            return "sequence"
+        return "global_batch_lagged" if self.precision == "fp64" else "micro_batch"
 
     def __str__(self) -> str:
         return f"{self.mesh.spec}-{self.schedule}-{self.batch}-{self.precision}-{self.reduce}-b{self.block}"

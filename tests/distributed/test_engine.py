@@ -6,22 +6,26 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from src.models.deepseek_v2 import Router
+from src.models.layers import Experts, Linear
 from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel.balance import BoundBalance
 from src.trainer.parallel.shards import local
-from src.trainer.runtime import Runtime, join
+from src.trainer.runtime import Runtime, join, start
 from tests.distributed import world
 from tests.distributed.batches import step_batch
 from tests.distributed.configs import MESHES, Case, make_config
 from tests.distributed.laws import begin, measure, one_step, worst
+from tests.distributed.mutations import wrapped
 from tests.distributed.reference import Recorder, train
 
 COLLECTIVES = {
@@ -176,6 +180,47 @@ def evaluation_between() -> list[bool]:
 def test_evaluation_leaves_no_trace() -> None:
     """EVAL-3: loss, auxiliary sums, counts and gradients are bitwise those without an evaluation before."""
     assert world.run(2, evaluation_between) == [[True] * 4] * 2
+
+
+def mixed_step(precision: str) -> tuple[float, float, set[str]]:
+    """Loss and norm of a step on one rank, and the dtypes of parameters in forward and of gradients."""
+    case = Case(MESHES[1][0], "1f1b", "dense", precision)
+    runtime = start(make_config(case))
+    backend = NativeBackend.build(make_config(case), runtime)
+    seen: set[str] = set()
+    with ExitStack() as stack:
+        for kind in (Router, Linear, Experts):
+            stack.enter_context(wrapped(kind, "forward", witness(kind.__name__, seen)))
+        sums = backend.forward_backward(step_batch("dense", 0, 0, 1), torch.tensor(288))
+    seen |= {f"gradient {local(p.grad).dtype}" for p in backend.parameters.values()}
+    found = float(sums.loss), float(backend.grad_norm(sums.loss)), seen
+    runtime.close()
+    return found
+
+
+def witness(name: str, seen: set[str]) -> Any:
+    """A wrapper of `forward` that notes the dtype of the module's parameters."""
+
+    def look(original: Any, module: Any, *arguments: Any) -> Any:
+        seen.update(f"{name} {parameter.dtype}" for parameter in module.parameters(recurse=False))
+        return original(module, *arguments)
+
+    return look
+
+
+def test_masters_stay_in_fp32() -> None:
+    """MOD-4, ENG-3: under `master` products run in bf16, router and gradients in fp32, on one rank too."""
+    (loss, norm, _), (mixed_loss, mixed_norm, dtypes) = (
+        world.run(1, mixed_step, precision)[0] for precision in ("fp32", "master")
+    )
+    assert dtypes == {
+        "Router torch.float32",
+        "Linear torch.bfloat16",
+        "Experts torch.bfloat16",
+        "gradient torch.float32",
+    }
+    assert mixed_loss == pytest.approx(loss, rel=2e-3)
+    assert mixed_norm == pytest.approx(norm, rel=2e-2)
 
 
 def lagged_state() -> bool:

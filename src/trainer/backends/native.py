@@ -23,13 +23,14 @@ from src.models.names import canonical
 from src.models.protocol import Dispatcher
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.parallel import layout
-from src.trainer.parallel.assemble import Precision, make_dispatcher, materialise, precision_of
+from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
 from src.trainer.parallel.data import is_sharded, reshard
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
 from src.trainer.parallel.pipeline.adapter import reduce_gradients
 from src.trainer.parallel.pipeline.executor import make_executor
+from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
 
@@ -59,7 +60,7 @@ class NativeBackend:
     ) -> None:
         self._config, self._runtime, self._model, self._ops = config, runtime, model, ops
         self._precision = precision
-        self._sharded = is_sharded(runtime)
+        self._sharded = is_sharded(runtime, precision)
         self.specs: dict[str, ParamSpec] = param_specs(model)
         """Module name → how the parameter starts and is treated."""
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -105,8 +106,8 @@ class NativeBackend:
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
         """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
 
-        The ranks of rep hold the same shards, so only the first of them puts its own in. With `loss`, the sums
-        of this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
+        The ranks of rep hold the same shards, so only the first puts its own in. With `loss`, the sums of
+        this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,32 +15,8 @@ from src.trainer.parallel import layout
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.expert import ExpertDispatcher
 from src.trainer.parallel.pipeline.adapter import settle
+from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a precision policy."""
-
-    parameters: torch.dtype
-    """Of the parameters that are updated, and of gradients after their reduction."""
-    compute: torch.dtype
-    """Of products and of activations between stages."""
-
-
-PRECISIONS = {
-    "fp32": Precision(torch.float32, torch.float32),
-    "fp64": Precision(torch.float64, torch.float64),
-    "master": Precision(torch.float32, torch.bfloat16),
-}
-
-
-def precision_of(config: Config, device: torch.device) -> Precision:
-    """Dtypes of the run: `auto` is fp32 on a CPU and bf16 with fp32 masters on a GPU."""
-    name = config.precision.name
-    if name == "auto":
-        name = "fp32" if device.type == "cpu" else "master"
-    return PRECISIONS[name]
 
 
 def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision) -> CausalLM[Any]:
@@ -50,12 +25,12 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     What is sharded starts on the meta device, so that no rank holds more than its shards. A model that
     is not goes straight to memory: torch's `empty_like` of a meta tensor imports sympy, 0.45 s on this path.
     """
-    sharded = is_sharded(runtime)
+    sharded = is_sharded(runtime, precision)
     with torch.device("meta") if sharded else runtime.device:
         model = build(config.model, stage_of(config, runtime), ops)
     model.to(precision.parameters)
     if sharded:
-        shard(model, runtime, precision.compute if precision.compute != precision.parameters else None)
+        shard(model, runtime, precision)
         model.to_empty(device=runtime.device)
     model.reset_buffers(runtime.device)
     if sharded:

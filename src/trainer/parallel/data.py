@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from src.models.build import CausalLM
-from src.models.layers import Experts
+from src.models.build import CausalLM, param_specs
 from src.trainer.parallel.pipeline.adapter import set_flags
+from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -24,43 +25,53 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 
-def is_sharded(runtime: Runtime) -> bool:
-    """Whether any parameter is shared out or replicated; a stage alone, or one rank, keeps plain modules."""
-    return runtime.size("rep", "dp", "cp", "ep") > 1
+def is_sharded(runtime: Runtime, precision: Precision) -> bool:
+    """Whether parameters are shared out, replicated or cast; otherwise a stage keeps plain modules."""
+    return runtime.size("rep", "dp", "cp", "ep") > 1 or precision.is_mixed
 
 
-def shard(model: CausalLM[Any], runtime: Runtime, compute: torch.dtype | None = None) -> None:
+def shard(model: CausalLM[Any], runtime: Runtime, precision: Precision) -> None:
     """Make FSDP2 units of the parts of a model on the meta device: experts, layers, embedding, the rest.
 
-    Args:
-        model: this rank's stage.
-        runtime: the rank's groups.
-        compute: dtype of parameters in forward and backward, if it differs from that of the masters.
+    Under mixed precision what is `wide` (the router) is a unit of its own, whose parameters are not cast.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
     # No operation in place follows a stage's output, so that its being a view is no danger.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     dense, experts = make_mesh(runtime, "dp", "cp", "ep"), make_mesh(runtime, "dp", "cp")
-
-    def unit(module: nn.Module, mesh: DeviceMesh, size: int) -> None:
-        place = placement(size)
-        fully_shard(
-            module, mesh=mesh, reshard_after_forward=False, shard_placement_fn=place, mp_policy=policy
-        )
-        sum_only(module)
-
-    for layer in model.model.layers.values():
-        for stack in (module for module in layer.modules() if isinstance(module, Experts)):
-            unit(stack, experts, runtime.size("dp", "cp"))
-        unit(layer, dense, runtime.size("dp", "cp", "ep"))
+    specs = param_specs(model)
+    for name, layer in model.model.layers.named_children():
+        for path, part in layer.named_modules(prefix=f"model.layers.{name}"):
+            own = [specs[f"{path}.{n}"] for n, _ in part.named_parameters(recurse=False)]
+            if any(spec.expert for spec in own):
+                make_unit(part, experts, precision)
+            elif precision.is_mixed and any(spec.wide for spec in own):
+                make_unit(part, dense, replace(precision, compute=precision.parameters))
+        make_unit(layer, dense, precision)
     if model.stage.first and not model.config.tie_embeddings:
-        unit(model.model.embed_tokens, dense, runtime.size("dp", "cp", "ep"))
-    unit(model, dense, runtime.size("dp", "cp", "ep"))
+        make_unit(model.model.embed_tokens, dense, precision)
+    make_unit(model, dense, precision)
     for method in ("loss", "logits"):
         register_fsdp_forward_method(model, method)
     set_flags(model, last=False)
+
+
+def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
+    """One FSDP2 unit: what it holds is gathered, cast and reduced together."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if precision.is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.parameters)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=False,
+        shard_placement_fn=placement(mesh.size(mesh.ndim - 1)),
+        mp_policy=policy,
+    )
+    sum_only(module)
 
 
 def sum_only(module: nn.Module) -> None:
