@@ -157,7 +157,7 @@ class TokenizerConfig:
     """How text becomes tokens."""
 
     kind: str = choice("bpe", "bytes", "hf", "none")
-    """Byte-level BPE trained on the corpus, plain bytes, a Hugging Face tokenizer, or none (synthetic data)."""
+    """Byte-level BPE trained on the corpus, plain bytes, a Hugging Face tokenizer, or none (synthetic)."""
     vocab_size: int = 8192
     """Entries of a trained BPE, specials included."""
     seed: int = 0
@@ -406,7 +406,7 @@ class Config:
     run_name: str | None = None
     """Name of the run directory; null derives it from the config."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint, `none` refuses one, `allow_code` ignores an edit, a path takes that."""
+    """`auto` takes up the newest checkpoint, `none` refuses one, `allow_code` ignores an edit; or a path."""
     init_from: str | None = None
     """Weights to start from at step 0: a checkpoint directory or a `.safetensors` file."""
     dry_run: bool = False

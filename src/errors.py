@@ -17,7 +17,7 @@ EXIT_CODES: dict[int, str] = {
     8: "checkpoint unreadable, or run directory or resume refused",
     75: "stopped on request, state saved: start again",
 }
-"""The one list from which the code's, the docs' and the tests' tables are made (EXIT-3); 128+n: ended by signal n."""
+"""The one list from which code, docs and tests take their tables (EXIT-3); 128+n: ended by signal n."""
 
 
 @dataclass(frozen=True)

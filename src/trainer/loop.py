@@ -45,7 +45,10 @@ def train(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     take_up(run)
     metrics, callbacks = Metrics(run), make_callbacks(run)
     coordinates = config.mesh.data_ranks
-    with closing(run, callbacks), Loader(config, run.data, runtime.data_coordinate, coordinates, run.step) as loader:
+    with (
+        closing(run, callbacks),
+        Loader(config, run.data, runtime.data_coordinate, coordinates, run.step) as loader,
+    ):
         for callback in callbacks:
             callback.start(run)
         stopped = run_steps(run, loader, metrics, callbacks)
@@ -76,7 +79,7 @@ def must_flush(run: Run) -> bool:
 
 
 def flush(run: Run, metrics: Metrics, callbacks: Sequence[Callback]) -> None:
-    """Write the metrics of the steps since the last flush; end the run if it met a value that is not finite."""
+    """Write the metrics since the last flush; end the run if it met a value that is not finite."""
     lines = metrics.flush()
     for callback in callbacks:
         callback.metrics(run, lines)
@@ -121,7 +124,11 @@ def take_up(run: Run) -> None:
         say(run, f"goes on from step {run.step}")
     elif run.config.init_from is not None:
         initial = load_weights(run.config, run.backend, run.runtime)
-        say(run, f"weights from {run.config.init_from}" + (f"; initial stay: {', '.join(initial)}" if initial else ""))
+        say(
+            run,
+            f"weights from {run.config.init_from}"
+            + (f"; initial stay: {', '.join(initial)}" if initial else ""),
+        )
 
 
 def say(run: Run, text: str) -> None:
@@ -150,7 +157,7 @@ def closing(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def collect_garbage_between_steps() -> Iterator[None]:
-    """Freeze what the start left behind, so that collections during training look at little and cost little."""
+    """Freeze what the start left behind, so that collections during training have little to look at."""
     gc.collect()
     gc.freeze()
     try:

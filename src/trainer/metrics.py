@@ -25,7 +25,7 @@ SCHEMA = 1
 WARM_UP_STEPS = 2
 """Steps of an attempt whose speed is not reported: they hold first allocations and compilation."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s by a part of the card's name, from the makers' data sheets; MFU is null elsewhere (LOG-5)."""
+"""Dense bf16 FLOP/s by a part of the card's name, from data sheets; MFU is null elsewhere (LOG-5)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepRecord:
     sums: Tensor
     """fp64 [3]: this rank's parts of loss, auxiliary sum and z sum; the world's SUM is the global value."""
     globals: Tensor
-    """fp64 [5]: gradient norm, skipped flag, halted flag, target tokens and tokens of the step; equal on all ranks."""
+    """fp64 [5], equal on all ranks: gradient norm, skipped flag, halted flag, target tokens, tokens."""
     counts: Tensor | None
     """int64 [MoE layers of the whole model, E]: rows this rank's layers sent to each expert."""
     lr: float
@@ -60,7 +60,7 @@ def strict(value: Any) -> Any:
 
 
 def append_lines(path: Path, objects: list[dict[str, Any]]) -> None:
-    """Append one strict JSON object a line, in one write; a half line that a kill left behind is ended first."""
+    """Append one strict JSON object a line, in one write; a half line left by a kill is ended first."""
     text = "".join(json.dumps(strict(o), allow_nan=False) + "\n" for o in objects)
     with path.open("ab+") as file:
         if file.tell():
@@ -85,7 +85,7 @@ class Metrics:
         self._records.append(record)
 
     def flush(self) -> list[dict[str, Any]]:
-        """Reduce and write the kept steps. Every rank calls it; global rank 0 gets the lines, the others too."""
+        """Reduce and write the kept steps; a collective that gives every rank the lines."""
         if not self._records:
             return []
         records, self._records = self._records, []
@@ -97,7 +97,9 @@ class Metrics:
             stacked = torch.stack([r.counts for r in records if r.counts is not None])
             counts = list(runtime.sum_world(stacked).cpu())
         peak = runtime.max_world(_peak_bytes(runtime.device))
-        lines = [self._line(r, s, g, c, peak) for r, s, g, c in zip(records, sums, shared, counts, strict=True)]
+        lines = [
+            self._line(r, s, g, c, peak) for r, s, g, c in zip(records, sums, shared, counts, strict=True)
+        ]
         if runtime.rank == 0:
             append_lines(self._path, lines)
         return lines

@@ -1,8 +1,8 @@
 """The update, on the shards that this rank holds.
 
 AdamW and SGD work element by element, so they run on local tensors: parameters of different meshes (experts
-and dense ones) need no grouping, and no DTensor operation is dispatched. Moments exist from the start, since a
-checkpoint is loaded into tensors that are there (CKPT-3).
+and dense ones) need no grouping, and no DTensor operation is dispatched. Moments exist from the start, since
+a checkpoint is loaded into tensors that are there (CKPT-3).
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Optimizer:
         self._locals = {name: local(p) for name, p in self._parameters.items()}
         decayed = [t for name, t in self._locals.items() if specs[name].decay]
         plain = [t for name, t in self._locals.items() if not specs[name].decay]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self._torch = _torch_optimizer(config, [g for g in groups if g["params"]])
         self._create_state()
 
@@ -87,7 +90,7 @@ class Optimizer:
             assert parameter.grad is not None, f"{name} has no gradient"
             self._locals[name].grad = local(parameter.grad)
         if clip is not None:
-            gradients = [t.grad for t in self._locals.values()]
+            gradients = [t.grad for t in self._locals.values() if t.grad is not None]
             torch._foreach_mul_(gradients, clip)
         for group in self._torch.param_groups:
             group["lr"] = lr

@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. Nothing is saved in a handler; the loop acts at a step boundary."""
+    """Whether this rank was asked to stop. A handler saves nothing; the loop acts at a step boundary."""
 
     def __init__(self, control: Path) -> None:
         self._file = control / "stop"

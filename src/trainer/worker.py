@@ -27,14 +27,16 @@ def main(directory: Path) -> None:
     die_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     try:
-        threading.excepthook = lambda args: fail(directory, rank, args.exc_value, args.exc_traceback)
+        threading.excepthook = lambda args: fail(
+            directory, rank, args.exc_value or SystemExit(1), args.exc_traceback
+        )
         work(directory)
     except BaseException as error:
         fail(directory, rank, error, error.__traceback__)
 
 
 def work(directory: Path) -> None:
-    """Load the config that the launching process wrote, join the other ranks, train, leave a note if stopped."""
+    """Load the config that the launching process wrote, join the others, train, leave a note if stopped."""
     from src.compose import load_config
     from src.trainer.loop import train
     from src.trainer.runtime import start
@@ -61,8 +63,8 @@ def describe(directory: Path, rank: int) -> None:
     code = json.loads(code_path.read_text()) if code_path.exists() else {}
     digest = config_digest(load_config(directory / "config.yaml"))
     print(
-        f"rank {rank} pid {os.getpid()} config {digest[:12]} commit {code.get('commit')} data {code.get('data_key')} "
-        f"torch {torch.__version__} threads {torch.get_num_threads()}",
+        f"rank {rank} pid {os.getpid()} config {digest[:12]} commit {code.get('commit')} "
+        f"data {code.get('data_key')} torch {torch.__version__} threads {torch.get_num_threads()}",
         flush=True,
     )
 
@@ -77,7 +79,7 @@ def die_with_parent() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def fail(directory: Path, rank: int, error: BaseException | None, trace: TracebackType | None) -> None:
+def fail(directory: Path, rank: int, error: BaseException, trace: TracebackType | None) -> None:
     """Write `control/error.<rank>.json`, print the cause and leave with its code."""
     code = exit_code(error)
     text = "".join(traceback.format_exception(type(error), error, trace))
@@ -101,7 +103,7 @@ def fail(directory: Path, rank: int, error: BaseException | None, trace: Traceba
         os._exit(code)
 
 
-def exit_code(error: BaseException | None) -> int:
+def exit_code(error: BaseException) -> int:
     """The code of EXIT that an error ends in."""
     if isinstance(error, UserError):
         return error.code

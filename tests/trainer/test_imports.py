@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = ("datasets", "tokenizers", "wandb", "submitit", "matplotlib", "rich", "transformers", "tensorboard")
+OPTIONAL = (
+    "datasets",
+    "tokenizers",
+    "wandb",
+    "submitit",
+    "matplotlib",
+    "rich",
+    "transformers",
+    "tensorboard",
+)
 
 TRAIN = """
 import sys

@@ -17,7 +17,19 @@ from tests.trainer.small import lines, run_here, small_config
 
 TRACE = ("loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
 LOG_1 = {
-    *("schema", "step", "attempt", "time", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "epoch"),
+    *(
+        "schema",
+        "step",
+        "attempt",
+        "time",
+        "loss",
+        "aux_loss",
+        "z_loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "epoch",
+    ),
     *("tokens_total", "samples_total", "skipped", "step_time", "data_time", "tokens_per_s", "mfu"),
     *("mem_peak_bytes", "bubble_s", "moe"),
 }
@@ -90,8 +102,10 @@ def test_evaluation_and_samples_change_no_bit(tmp_path: Path) -> None:
     assert records[0]["tokens"] == records[-1]["tokens"] > 0
 
 
-def test_a_bad_step_stops_the_run_with_the_state_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ENG-27: exit 7 at the next flush; the weights are those before the bad step, though later ones were fine."""
+def test_a_bad_step_stops_the_run_with_the_state_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENG-27: exit 7 at the next flush; the weights are those before it, though later steps were fine."""
     config = small_config(tmp_path, max_steps=3)
     run_here(config, tmp_path / "good")
     runs: list[Any] = []
@@ -102,7 +116,9 @@ def test_a_bad_step_stops_the_run_with_the_state_before_it(tmp_path: Path, monke
 
     monkeypatch.setattr(step_module, "judge", poisoned)
     with pytest.raises(UserError, match="not finite at step 4, 5") as caught:
-        run_here(replace(config, max_steps=6, lr_schedule=replace(config.lr_schedule, horizon=3)), tmp_path / "bad")
+        run_here(
+            replace(config, max_steps=6, lr_schedule=replace(config.lr_schedule, horizon=3)), tmp_path / "bad"
+        )
     assert caught.value.code == 7
     good = weights(tmp_path / "good", 3, tmp_path / "good.safetensors")
     bad = {name: p for name, p in runs[-1].backend.parameters.items() if name in good}
@@ -111,7 +127,7 @@ def test_a_bad_step_stops_the_run_with_the_state_before_it(tmp_path: Path, monke
 
 
 def test_skip_goes_on_for_max_skips_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ENG-27: `nonfinite=skip` leaves out at most `max_skips` steps in a row, the next bad one ends the run."""
+    """ENG-27: `nonfinite=skip` leaves out at most `max_skips` steps in a row, then ends the run."""
     bad_steps = {1, 2, 4}
 
     def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
@@ -140,8 +156,16 @@ def test_data_change_is_refused_on_resume(tmp_path: Path) -> None:
     ("change", "same_weights", "same_batches"),
     [
         ({"seed": 1}, False, False),
-        ({"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, shuffle_seed=5)}, True, False),
-        ({"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, split_seed=5)}, True, False),
+        (
+            {"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, shuffle_seed=5)},
+            True,
+            False,
+        ),
+        (
+            {"data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=41, split_seed=5)},
+            True,
+            False,
+        ),
         ({"logger": None}, True, True),
     ],
 )

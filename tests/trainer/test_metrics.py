@@ -14,7 +14,10 @@ def test_lines_are_strict_json_and_a_half_line_is_ended_first(tmp_path: Path) ->
     """LOG-1: non-finite numbers are text, floats round-trip; a kill in mid-write spoils one line only."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    append_lines(path, [{"step": 3, "loss": float("nan"), "x": [float("inf"), -math.inf]}, {"step": 4, "loss": 0.1 + 0.2}])
+    append_lines(
+        path,
+        [{"step": 3, "loss": float("nan"), "x": [float("inf"), -math.inf]}, {"step": 4, "loss": 0.1 + 0.2}],
+    )
     lines = path.read_text().splitlines()
     assert lines[1] == '{"step": 2, "lo'
     assert json.loads(lines[2]) == {"step": 3, "loss": "nan", "x": ["inf", "-inf"]}

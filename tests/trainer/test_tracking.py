@@ -41,7 +41,9 @@ class Stub:
 
 
 def drive(stub: Stub, lines: int = 3) -> float:
-    run: Any = SimpleNamespace(config=Config(), data=SimpleNamespace(key="k"), runtime=SimpleNamespace(rank=0))
+    run: Any = SimpleNamespace(
+        config=Config(), data=SimpleNamespace(key="k"), runtime=SimpleNamespace(rank=0)
+    )
     callback = Tracking("stub", stub)
     started = time.perf_counter()
     callback.start(run)

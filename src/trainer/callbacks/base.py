@@ -9,7 +9,7 @@ from src.trainer.state import Run
 
 
 class Callback:
-    """Does nothing at each moment; a callback overrides those it needs. All ranks call all of them in order."""
+    """Does nothing at each moment; a callback overrides those it needs. All ranks call all, in order."""
 
     def start(self, run: Run) -> None:
         """Before the first step of an attempt."""

@@ -1,8 +1,8 @@
 """wandb and TensorBoard, off the step path (TRACK-1, TRACK-2).
 
 Only global rank 0 makes this callback. All calls into a tracker happen in one daemon thread behind a bounded
-queue: a tracker that raises, hangs or sleeps neither stops nor slows training. The first failure is one warning,
-what the queue cannot take is counted, and the end waits a limited time.
+queue: a tracker that raises, hangs or sleeps neither stops nor slows training. The first failure is one
+warning, what the queue cannot take is counted, and the end waits a limited time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tensorboard:
     def init(self, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._directory))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(self._directory))
         self._writer.add_text("config", "\n".join(f"    {k}: {v}" for k, v in config.items()))
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -135,7 +135,9 @@ class Tracking(Callback):
             self._put(line["step"], dict(_numbers(line)))
 
     def evaluated(self, run: Run, record: dict[str, Any], samples: list[dict[str, Any]]) -> None:
-        values: dict[str, Any] = {f"heldout/{k}": v for k, v in record.items() if v is not None and k != "step"}
+        values: dict[str, Any] = {
+            f"heldout/{k}": v for k, v in record.items() if v is not None and k != "step"
+        }
         for number, sample in enumerate(samples):
             values[f"sample/{number}/{sample['mode']}"] = sample["prompt"] + sample["text"]
         self._put(record["step"], values)
@@ -155,9 +157,14 @@ class Tracking(Callback):
             self._dropped += 1
         self._thread.join(FINISH_SECONDS)
         if self._thread.is_alive():
-            print(f"warning: {self._name} did not finish in {FINISH_SECONDS:.0f} s and is left behind", flush=True)
+            print(
+                f"warning: {self._name} did not finish in {FINISH_SECONDS:.0f} s and is left behind",
+                flush=True,
+            )
         if self._dropped:
-            print(f"warning: {self._name} could not keep up, {self._dropped} records were dropped", flush=True)
+            print(
+                f"warning: {self._name} could not keep up, {self._dropped} records were dropped", flush=True
+            )
 
 
 def trackers(run: Run) -> Iterable[Tracking]:

@@ -18,7 +18,7 @@ class MicroBatch:
     positions_BS: Tensor
     """int64, restarting at 0 in each document."""
     cu_seqlens: Tensor | None
-    """int32 segment starts over the flattened B*S positions, last B*S; None if each sample is one full document."""
+    """int32 segment starts over the flattened B*S positions, last B*S; None if samples are full documents."""
     documents_BS: Tensor | None
     """int32 segment index, unique within the micro-batch; None as `cu_seqlens`."""
     real_BS: Tensor | None
@@ -45,4 +45,6 @@ class StepBatch:
     @property
     def tokens(self) -> int:
         """Positions of this rank's micro-batches that are not pads."""
-        return sum(m.ids_BS.numel() if m.real_BS is None else int(m.real_BS.sum()) for m in self.micro_batches)
+        return sum(
+            m.ids_BS.numel() if m.real_BS is None else int(m.real_BS.sum()) for m in self.micro_batches
+        )
