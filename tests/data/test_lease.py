@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -140,6 +141,7 @@ def test_a_living_holder_is_named_and_a_killed_one_is_followed_at_once(path: Pat
         assert (caught.value.owner.pid, caught.value.owner.attempt) == (holder.pid, "theirs")
         assert str(holder.pid) in str(caught.value)
         holder.kill()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         with claim(path) as ours:
             assert ours.owner.pid != holder.pid
         assert time.monotonic() - started < 10

@@ -193,6 +193,23 @@ def test_of_many_starters_one_builds(tmp_path: Path) -> None:
     assert any("waiting for" in line for line in lines)
 
 
+def test_what_was_published_before_the_lease_was_ours_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other builder may finish between a look at the store and the lease."""
+    take = Lease.take
+
+    def late(path: Path) -> Lease | None:
+        monkeypatch.setattr(Lease, "take", take)
+        ensure(make(tmp_path), Builder())
+        return take(path)
+
+    monkeypatch.setattr(Lease, "take", late)
+    builder = Builder()
+    assert not ensure(make(tmp_path), builder)[1]
+    assert builder.calls == 0
+
+
 def rob(root: Path) -> None:
     watch = Watch(root / "tokens" / f"{KEY}.d" / "lease")
     watch.verdict()

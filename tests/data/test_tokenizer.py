@@ -134,7 +134,7 @@ def test_split_seeds_share_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_hugging_face_files(tmp_path: Path, trained: str) -> None:
-    """`hf` gives the library's ids, whatever truncation its file asks for; specials come from its settings."""
+    """`hf` gives the library's ids, whatever truncation its file asks for; specials are its settings'."""
     directory = tmp_path / "hf"
     directory.mkdir()
     cut = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}

@@ -77,14 +77,12 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library from its JSON text, with truncation and padding removed."""
+    """A tokenizer of the `tokenizers` library, from JSON text without truncation and padding."""
 
     def __init__(self, text: str, eos: str, bos: str | None) -> None:
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.content = hashlib.sha256(text.encode()).hexdigest()
         self.eos = self._id_of(eos)
