@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from src.trainer.parallel.expert import ExpertDispatcher
 from tests.distributed import world
+from tests.distributed.mutations import wrapped
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 5
 Route = Callable[[int, torch.Generator], Tensor]
@@ -106,34 +110,53 @@ def check_adjoint(dispatcher: ExpertDispatcher, tokens_TD: Tensor, ids_TK: Tenso
 
 
 def check_traffic() -> int:
-    """Each token crosses the all-to-all once per owner of its experts; returns the number of collectives."""
+    """A token crosses the all-to-all once per owner of its experts; returns the number of collectives out."""
     tokens_TD, ids_TK = inputs("random", dist.get_rank())
     ranks = dist.get_world_size()
     owners = [{int(i) // (EXPERTS // ranks) for i in row} for row in ids_TK]
     dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS)
     sent: list[int] = []
-    original = dist.all_to_all_single
 
-    def counted(output: Tensor, into: Tensor, *args: object, **kwargs: object) -> object:
+    def counted(original: Any, output: Tensor, into: Tensor, *arguments: Any, **keywords: Any) -> Any:
         sent.append(into.numel() if into.dtype == torch.float64 else 0)
-        return original(output, into, *args, **kwargs)
+        return original(output, into, *arguments, **keywords)
 
-    dist.all_to_all_single = counted
-    try:
+    with wrapped(dist, "all_to_all_single", counted):
         dispatcher.dispatch(tokens_TD, ids_TK)
-    finally:
-        dist.all_to_all_single = original
     assert sent[-1] == WIDTH * sum(len(o) for o in owners)
     return len(sent)
 
 
-def check_all() -> int:
+def count_reads() -> list[int]:
+    """Reads of the device by a dispatch and combine, then by their backward."""
+    tokens_TD, ids_TK = inputs("random", dist.get_rank())
+    tokens_TD.requires_grad_()
+    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS)
+    reads: Counter[str] = Counter()
+
+    def counted(original: Any, *arguments: Any) -> Any:
+        reads["device"] += 1
+        return original(*arguments)
+
+    found = []
+    with ExitStack() as stack:
+        for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            stack.enter_context(wrapped(torch.Tensor, name, counted))
+        rows_RD, _, plan = dispatcher.dispatch(tokens_TD, ids_TK)
+        home_TKD = dispatcher.combine(rows_RD, plan)
+        found.append(reads["device"])
+        home_TKD.backward(torch.ones_like(home_TKD))
+        found.append(reads["device"] - found[0])
+    return found
+
+
+def check_all() -> tuple[int, list[int]]:
     for name in ROUTES:
         check_route(name)
-    return check_traffic()
+    return check_traffic(), count_reads()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dispatch_and_combine(ranks: int) -> None:
-    """ENG-18, ENG-19, ENG-20: every routing in one world; three collectives out, whatever the data."""
-    assert world.run(ranks, check_all) == [3] * ranks
+    """ENG-18 to ENG-20: every routing; three collectives out; one device read forward, none backward."""
+    assert world.run(ranks, check_all) == [(3, [1, 0])] * ranks
