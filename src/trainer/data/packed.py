@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from src.trainer.data.batch import MicroBatch
-from src.trainer.data.pack import Pieces, Plan
+from src.trainer.data.pack import Plan
 from src.trainer.data.tokens import Source
 
 NO_TARGET = -100
@@ -105,11 +105,6 @@ class Row:
     def is_dense(self) -> bool:
         """The sample is one document without pads (PACK-6)."""
         return self.pads == 0 and len(self.segments) == 1
-
-
-def labels_of(pieces: Pieces) -> int:
-    """Neighbouring pairs in pieces: their targets, unless the source masks some."""
-    return int((pieces[:, 2] - 1).sum())
 
 
 def _stack(rows: list[npt.NDArray[np.int64]]) -> torch.Tensor:
