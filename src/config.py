@@ -178,9 +178,9 @@ class OptimizerConfig:
 
     kind: str = choice("adamw", "sgd")
     """AdamW with decoupled weight decay, or SGD."""
-    lr: float = 3e-3
-    """Peak learning rate."""
-    max_norm: float | None = 1.0
+    lr: float = 1e-2
+    """Peak learning rate; the default suits the tiny default model, larger models want less."""
+    max_norm: float | None = 0.3
     """Gradients are clipped to this global norm; null clips nothing."""
     weight_decay: float = 0.1
     """Decoupled weight decay; never on norms and biases."""
@@ -198,7 +198,7 @@ class LrScheduleConfig:
 
     kind: str = choice("cosine", "wsd", "constant")
     """Shape after the warm-up: cosine to `floor`, warm-up/stable/decay, or constant."""
-    warmup: int = 10
+    warmup: int = 20
     """Steps of linear warm-up."""
     decay: int = 20
     """Steps of the final decay (wsd)."""
