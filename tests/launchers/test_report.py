@@ -21,7 +21,7 @@ from src.launchers.closing import closing_screen, command, next_commands, shrink
 from src.launchers.console import clock
 from src.records import LineReader, read_steps
 from src.report import write_report
-from src.report_facts import find_runs, groups, overrides_text
+from src.report_facts import JUDGED_STEPS, RunFacts, compare, find_runs, groups, overrides_text
 
 SHARES = [0.5, 0.25, 0.25, 0.0]
 
@@ -105,6 +105,20 @@ def test_sweep_report(sweep: Path) -> None:
     assert "3 ± 1" in text
     assert "a\\|b c" in text
     assert (sweep / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("bad", "flagged"), [(2, True), (JUDGED_STEPS, True), (JUDGED_STEPS + 1, False)])
+def test_meshes_are_judged_by_their_first_steps(configs: dict[str, Config], bad: int, flagged: bool) -> None:
+    """REPORT-2: a late difference is shown, but only an early one is flagged; rounding grows with the steps."""
+    steps = [step(n, 3.0) for n in range(1, JUDGED_STEPS + 3)]
+    other = [{**s, "loss": 3.3} if s["step"] == bad else s for s in steps]
+    facts = [
+        RunFacts(Path(mesh), configs[mesh], {"mesh": mesh}, {}, {}, lines, [])
+        for mesh, lines in (("single", steps), ("ep2", other))
+    ]
+    found = compare(*facts)
+    assert math.isclose(found["loss"], 0.1)
+    assert found["flagged"] is flagged
 
 
 def test_band_of_a_group(sweep: Path) -> None:
