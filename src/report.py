@@ -9,8 +9,8 @@ from src.errors import UserError
 from src.launchers.closing import curve, heldout, loads, next_commands, summary
 from src.records import Record, read_samples, write_atomic, write_json
 from src.report_facts import (
-    JUDGED_STEPS,
     AVERAGED,
+    JUDGED_STEPS,
     Group,
     RunFacts,
     average,

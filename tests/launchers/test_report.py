@@ -109,7 +109,7 @@ def test_sweep_report(sweep: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "flagged"), [(2, True), (JUDGED_STEPS, True), (JUDGED_STEPS + 1, False)])
 def test_meshes_are_judged_by_their_first_steps(configs: dict[str, Config], bad: int, flagged: bool) -> None:
-    """REPORT-2: a late difference is shown, but only an early one is flagged; rounding grows with the steps."""
+    """REPORT-2: a late difference is shown, only an early one is flagged; rounding grows with the steps."""
     steps = [step(n, 3.0) for n in range(1, JUDGED_STEPS + 3)]
     other = [{**s, "loss": 3.3} if s["step"] == bad else s for s in steps]
     facts = [
