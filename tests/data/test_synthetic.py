@@ -94,6 +94,18 @@ def test_lengths_by_rule(rule: str, dense: bool) -> None:
     assert len(data.heldout.source.lengths) == 5
 
 
+@pytest.mark.parametrize("positions", [3, 4, 17])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_sample_has_a_target(rule: str, positions: int) -> None:
+    """EVAL-4: so that no step is without any."""
+    data = open_data(synthetic_config(rule, sequence_length=positions, global_batch_size=2))
+    assert all(
+        side.micro_batch([i]).target_tokens > 0
+        for side in (data.train, data.heldout)
+        for i in range(len(side))
+    )
+
+
 def test_repeat_and_zipf_do_what_their_names_say() -> None:
     source = SyntheticSource(synthetic_config("repeat"), "train")
     ids = source.read(0, 0, int(source.lengths[0]))

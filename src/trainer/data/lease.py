@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 BEAT_SECONDS = 5.0
@@ -44,7 +43,7 @@ class Owner:
     host: str
     pid: int
     pid_start: str
-    """Start of the process in clock ticks since boot: a reused pid is not the holder. Empty if unknown."""
+    """Start in clock ticks since boot, empty if unknown: a reused pid is not the holder."""
     boot_id: str
     """The kernel's boot id with the pid namespace: pids compare only where both are equal."""
     attempt: str
@@ -89,25 +88,31 @@ class Lease:
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
         self.owner = owner
+        self._next_beat = path.with_name(f".tmp-beat-{owner.uuid}")
         self._stop = threading.Event()
-        self._beat(0)
         self._thread = threading.Thread(target=self._keep_beating, name=f"lease {path.name}", daemon=True)
-        self._thread.start()
 
     @classmethod
     def take(cls, path: Path, attempt: str = "") -> Lease | None:
         """Create the lease at `path` if there is none, else return None (LEASE-1)."""
-        owner = Owner.here(attempt)
+        lease = cls(path, Owner.here(attempt))
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return None
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(owner), file)
-            file.flush()
-            os.fsync(file.fileno())
-        return cls(path, owner)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(asdict(lease.owner), file)
+                file.flush()
+                os.fsync(file.fileno())
+            lease._beat(0)
+        except OSError:  # a full disk must not leave a lease that nobody keeps
+            for left in (path, lease._next_beat):
+                left.unlink(missing_ok=True)
+            raise
+        lease._thread.start()
+        return lease
 
     @property
     def is_held(self) -> bool:
@@ -124,9 +129,9 @@ class Lease:
         """Stop the beat and remove the lease, if it is still ours."""
         self._stop.set()
         self._thread.join()
+        self._next_beat.unlink(missing_ok=True)
         if _take_aside(self.path, self.owner.uuid):
-            with suppress(FileNotFoundError):
-                beat_path(self.path).unlink()
+            beat_path(self.path).unlink(missing_ok=True)
 
     def _keep_beating(self) -> None:
         counter = 0
@@ -138,16 +143,13 @@ class Lease:
                 self._beat(counter)
 
     def _beat(self, counter: int) -> None:
-        temporary = self.path.with_name(f".tmp-beat-{self.owner.uuid}")
-        temporary.write_text(f"{self.owner.uuid} {counter}\n")
-        temporary.replace(beat_path(self.path))
+        self._next_beat.write_text(f"{self.owner.uuid} {counter}\n")
+        self._next_beat.replace(beat_path(self.path))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -236,7 +238,7 @@ def _take_aside(path: Path, expected: str | None) -> bool:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except FileNotFoundError:
         return None
 
