@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from src.trainer.data import lease as module
-from src.trainer.data.lease import Lease, LeaseHeld, LeaseLost, Owner, Watch, beat_path, claim, read_owner
+from src.trainer.data.lease import Lease, LeaseHeld, LeaseLost, Watch, beat_path, claim
+from src.trainer.data.owner import Owner, read_owner
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -194,6 +195,35 @@ def test_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
     ) as caught:
         open_data(config, key)
     assert caught.value.code == 2
+
+
+def test_a_tokenizer_trained_otherwise_is_refused(tmp_path: Path) -> None:
+    """TOK-3: the recipe's name is the same, the content is not that of the data."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    prepared(config)
+    data = open_data(config)
+    other = dataclasses.replace(data, manifest={**data.manifest, "tokenizer": "0" * 64})
+    assert data.tokenizer is not None
+    with pytest.raises(UserError, match=rf"{data.manifest['tokenizer'][:16]} is not 0000") as caught:
+        _ = other.tokenizer
+    assert caught.value.code == 2
+
+
+def test_text_without_a_token_leaves_nothing_to_learn_from(tmp_path: Path) -> None:
+    """A tokenizer that knows none of the characters: each document is its EOS alone."""
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, EOS: 2}, "merges": []}
+    added = {"id": 2, "content": EOS, "special": True, "normalized": False}
+    added |= {"single_word": False, "lstrip": False, "rstrip": False}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": [added]}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    corpus = write_corpus(tmp_path / "c", [f"{i}" for i in range(9)])
+    config = small_config(tmp_path, corpus, tokenizer__kind="hf", tokenizer__path=str(directory))
+    prepared(config)
+    with pytest.raises(UserError, match="no two tokens in a row") as caught:
+        open_data(config)
+    assert caught.value.code == 4
 
 
 def test_ids_up_to_151_935_and_long_documents(tmp_path: Path) -> None:

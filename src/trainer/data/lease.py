@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, Self
+
+from src.trainer.data.owner import Owner, read_owner, text_of
 
 BEAT_SECONDS = 5.0
 """Time between two beats of a holder."""
@@ -33,41 +34,6 @@ POLL_LIMIT_SECONDS = 2.0
 
 Verdict = Literal["free", "beating", "silent", "dead"]
 """No lease; its beat was seen to change; not known yet; its holder is gone."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who holds a lease, as its file says."""
-
-    uuid: str
-    host: str
-    pid: int
-    pid_start: str
-    """Start in clock ticks since boot, empty if unknown: a reused pid is not the holder."""
-    boot_id: str
-    """The kernel's boot id with the pid namespace: pids compare only where both are equal."""
-    attempt: str
-    """What the holder works for; free text."""
-    started: str
-    """Wall-clock time for people; nothing is decided by it."""
-
-    @classmethod
-    def here(cls, attempt: str) -> Owner:
-        """This process, under a fresh uuid."""
-        pid = os.getpid()
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _pid_start(pid), _boot_id(), attempt, started)
-
-    def is_local(self) -> bool:
-        """The holder runs under this kernel and pid namespace, so that its pid can be looked up."""
-        return self.pid_start != "" and (self.host, self.boot_id) == (socket.gethostname(), _boot_id())
-
-    def is_running(self) -> bool:
-        """The holder's process exists; ask only if `is_local`."""
-        return _pid_start(self.pid) == self.pid_start
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.started}"
 
 
 class LeaseLost(Exception):  # noqa: N818 - the name says what happened
@@ -171,10 +137,10 @@ class Watch:
 
     def verdict(self) -> Verdict:
         """Look at lease and beat once (LEASE-2)."""
-        now = (_text(self.path), _text(beat_path(self.path)))
+        now = (text_of(self.path), text_of(beat_path(self.path)))
         if now[0] is None:
             return "free"
-        before, self.owner = self._seen, _parse(now[0])
+        before, self.owner = self._seen, Owner.parse(now[0])
         if now != before:
             self._seen, self._since = now, self._clock()
         if self.owner is not None and self.owner.is_local() and not self.owner.is_running():
@@ -214,12 +180,6 @@ def beat_path(path: Path) -> Path:
     return path.with_name("beat" if path.name == "lease" else f"{path.name}.beat")
 
 
-def read_owner(path: Path) -> Owner | None:
-    """Who holds the lease at `path`; None if nobody does or its file is not whole yet."""
-    text = _text(path)
-    return None if text is None else _parse(text)
-
-
 def _take_aside(path: Path, expected: str | None) -> bool:
     """Remove the lease of `expected`, by rename so that one of two succeeds; put any other back."""
     aside = path.with_name(f"{path.name}.stale-{uuid.uuid4().hex}")
@@ -234,35 +194,3 @@ def _take_aside(path: Path, expected: str | None) -> bool:
             os.link(aside, path)
     aside.unlink()
     return is_expected
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return None
-
-
-def _parse(text: str) -> Owner | None:
-    """None for a lease that was created but not written yet, or not by us."""
-    try:
-        found = json.loads(text)
-        return Owner(**{field.name: found[field.name] for field in fields(Owner)})
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _boot_id() -> str:
-    boot = _text(Path("/proc/sys/kernel/random/boot_id")) or ""
-    with suppress(OSError):
-        return f"{boot.strip()}/{os.readlink('/proc/self/ns/pid')}"
-    return boot.strip()
-
-
-def _pid_start(pid: int) -> str:
-    """Start time of a process, empty if it does not exist or is a zombie."""
-    stat = _text(Path(f"/proc/{pid}/stat"))
-    if stat is None:
-        return ""
-    state, *rest = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else rest[18]
