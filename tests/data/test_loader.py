@@ -168,6 +168,25 @@ def test_the_reader_stays_ahead_by_its_depth(root: Path) -> None:
         assert spy.reads == 6
 
 
+def test_buffers_are_pinned_where_there_is_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOAD-1: every tensor of a micro-batch, and the batch is the same; on a CPU nothing is pinned."""
+    data = opened(root)
+    (plain,) = load(data, range(1))
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for platform, count in (("cpu", 0), ("cuda", 1)):
+        data.config.platform.name = platform
+        assert same(Loader(data.config, data, 0, 1, 0).read(0), plain)
+        tensors = [t for m in plain.micro_batches for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        assert sum(pinned) == count * sum(t.numel() for t in tensors)
+
+
 def evaluate(data: Data, coordinates: int) -> tuple[list[list[MicroBatch]], list[int]]:
     rounds = [list(heldout_batches(data.config, data, d, coordinates)) for d in range(coordinates)]
     return rounds, [s for r in rounds for m in r for s in m.samples]

@@ -67,7 +67,7 @@ def matching_files(patterns: Iterable[str]) -> list[SourceFile]:
     paths: set[str] = set()
     unmatched = []
     for pattern in patterns:
-        matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
+        matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
         paths.update(os.path.abspath(m) for m in matches)
         unmatched += [] if matches else [pattern]
     if unmatched:
