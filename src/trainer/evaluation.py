@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from src.trainer.callbacks.base import Callback
 from src.trainer.data.loader import heldout_batches
 from src.trainer.metrics import append_lines
 from src.trainer.state import Run
 
 
-def evaluate(run: Run) -> dict[str, Any]:
+def evaluate(run: Run, listeners: Sequence[Callback] = ()) -> dict[str, Any]:
     """Evaluate the held-out samples and append a line to `evaluation.jsonl`; every rank calls it.
 
     Touches no random stream, counter, balance state or data position (EVAL-3).
@@ -23,7 +25,9 @@ def evaluate(run: Run) -> dict[str, Any]:
     runtime = run.runtime
     batches = heldout_batches(run.config, run.data, runtime.data_coordinate, run.config.mesh.data_ranks)
     totals = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    for micro_batch in batches:
+    for number, micro_batch in enumerate(batches):
+        for listener in listeners:
+            listener.heldout(run, number, micro_batch)
         totals[0] += run.backend.evaluate(micro_batch).double()
         totals[1] += micro_batch.target_tokens if runtime.counts_samples else 0
     nats, tokens = runtime.sum_world(totals).tolist()

@@ -140,9 +140,10 @@ def say(run: Run, text: str) -> None:
 def make_callbacks(run: Run) -> list[Callback]:
     """The callbacks that the config asks for, in the order in which they are called."""
     tracking = list(trackers(run))
-    evaluating = [Evaluating(tracking)] if run.config.evaluation.name == "heldout" else []
     dump = [DumpBatches()] if run.config.debug.dump_batches else []
-    return [*tracking, *dump, *evaluating, Checkpointing()]
+    listeners = [*tracking, *dump]
+    evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
+    return [*listeners, *evaluating, Checkpointing()]
 
 
 @contextmanager
