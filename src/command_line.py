@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from src.errors import Problem, UserError
+from src.launchers.console import open_missing_streams, say, show_result
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code (EXIT); refusals are printed, all problems at once."""
+    open_missing_streams()
     parsed = _parser().parse_intermixed_args(list(arguments))
-    if parsed.help:
-        from src.help import help_text
-
-        print(help_text())
-        return 0
-    if not parsed.shell_completion:
-        print(f"manyhead {_version()}: composing", flush=True)
     try:
+        if parsed.help:
+            return _help()
+        if not parsed.shell_completion:
+            show_result(f"manyhead {_version()}: composing")
         return _run(parsed, list(arguments))
     except UserError as error:
-        print(_refusal(error), file=sys.stderr)
+        say(_refusal(error), sys.stderr)
         return error.code
     except KeyboardInterrupt:
+        say("stopped by SIGINT while composing, nothing was started", sys.stderr)
         return 130
 
 
@@ -52,6 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     parser.add_argument("overrides", nargs="*")
     return parser
+
+
+def _help() -> int:
+    from src.help import help_text
+
+    show_result(help_text())
+    return 0
 
 
 def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
@@ -75,13 +82,10 @@ def _single(overrides: list[str]) -> int:
     if config.dry_run:
         from src.launchers.plan import dry_run_text, make_plan
 
-        print(dry_run_text(make_plan(config, overrides)))
+        show_result(dry_run_text(make_plan(config, overrides)))
         return 0
     seconds = time.monotonic() - started
-    print(
-        f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)",
-        flush=True,
-    )
+    say(f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)")
     from src.launchers.launch import run_one
 
     return run_one(config, overrides)

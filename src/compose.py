@@ -85,8 +85,16 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
             problems += [
                 Problem(f"[{' '.join(job)}] {p.key}", p.message, p.fix, p.rule) for p in error.problems
             ]
-    raise_all(problems or _shared_names(configs))
+    raise_all(problems or _same_jobs(jobs) or _shared_names(configs))
     return configs
+
+
+def _same_jobs(jobs: Sequence[Sequence[str]]) -> list[Problem]:
+    """A value that is listed twice: two jobs would train the same run in one directory."""
+    words = [" ".join(job) for job in jobs]
+    fix = "list each value once"
+    twice = [text for text in dict.fromkeys(words) if words.count(text) > 1]
+    return [Problem(f"[{text}]", "is in the sweep more than once", fix, "SWEEP-1") for text in twice]
 
 
 def _shared_names(configs: Sequence[Config]) -> list[Problem]:

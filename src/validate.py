@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from src import durations, reserved
 from src.config import Config
-from src.errors import Problem
+from src.errors import Problem, UserError
 from src.models.schema import DeepseekV2Config
 from src.naming import MAX_BYTES
+from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
 
@@ -18,7 +19,7 @@ TRACKERS = ("wandb", "tensorboard")
 def validate(config: Config) -> list[Problem]:
     """Every cross-group problem of a resolved config: key, both values, rule and what to type."""
     problems = reserved.check(config)
-    for part in (_ranges, _durations, _names, _schedule, _pipeline, _model, _resume, _logger, _profile):
+    for part in _PARTS:
         problems += part(config)
     problems += rules.check(config) + keys.check(config)
     return list(dict.fromkeys(problems))
@@ -105,6 +106,14 @@ def _names(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"{name!r} is no directory name", words, "RUN-4")
 
 
+def _sweep(config: Config) -> Iterator[Problem]:
+    """Keys that the launcher writes into a job's config: typed, they would name another's directory."""
+    for name in ("job", "index", "keys"):
+        if getattr(config.sweep, name) not in (None, []):
+            fix = "leave it out; sweep.name=NAME names the sweep"
+            yield Problem(f"sweep.{name}", "is set by the launcher", fix, "SWEEP-9")
+
+
 def _is_plain(part: str) -> bool:
     allowed = all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in part)
     return allowed and 0 < len(part) <= MAX_BYTES and part not in (".", "..") and not part.startswith("-")
@@ -167,6 +176,13 @@ def _deepseek(m: DeepseekV2Config) -> list[tuple[bool, str, str, str, str]]:
     ]
 
 
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    try:
+        size_in_bytes(config.checkpoint.verify)
+    except UserError as error:
+        yield from error.problems
+
+
 def _resume(config: Config) -> Iterator[Problem]:
     if config.resume not in ("auto", "none", "allow_code") and "/" not in config.resume:
         fix = "type resume=auto, resume=none, resume=allow_code, or a path with a /"
@@ -193,3 +209,9 @@ def _profile(config: Config) -> Iterator[Problem]:
     steps = config.profile.steps
     if steps and (len(steps) != 2 or not 0 <= steps[0] <= steps[1]):
         yield Problem("profile.steps", f"{steps} is no window", "type 'profile.steps=[10,12]'", "PROF-1")
+
+
+_PARTS = (
+    *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
+    *(_model, _checkpoint, _resume, _logger, _profile),
+)
