@@ -199,6 +199,8 @@ def mixed_step(precision: str) -> tuple[float, float, set[str]]:
             stack.enter_context(wrapped(kind, "forward", witness(kind.__name__, seen)))
         sums = backend.forward_backward(step_batch("dense", 0, 0, 1), torch.tensor(288))
     seen |= {f"gradient {local(p.grad).dtype}" for p in backend.parameters.values()}
+    stacks = [local(p.grad) for name, p in backend.parameters.items() if backend.specs[name].expert]
+    seen |= {f"sums in bf16 {torch.equal(g, g.bfloat16().float())}" for g in stacks}
     found = float(sums.loss), float(backend.grad_norm(sums.loss)), seen
     runtime.close()
     return found
@@ -215,7 +217,7 @@ def witness(name: str, seen: set[str]) -> Any:
 
 
 def test_masters_stay_in_fp32() -> None:
-    """MOD-4, ENG-3: under `master` products run in bf16, router and gradients in fp32, on one rank too."""
+    """MOD-4, ENG-3: under `master` products run in bf16, router and sums of gradients in fp32, alone."""
     (loss, norm, _), (mixed_loss, mixed_norm, dtypes) = (
         world.run(1, mixed_step, precision)[0] for precision in ("fp32", "master")
     )
@@ -224,6 +226,7 @@ def test_masters_stay_in_fp32() -> None:
         "Linear torch.bfloat16",
         "Experts torch.bfloat16",
         "gradient torch.float32",
+        "sums in bf16 False",
     }
     assert mixed_loss == pytest.approx(loss, rel=2e-3)
     assert mixed_norm == pytest.approx(norm, rel=2e-2)

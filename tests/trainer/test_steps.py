@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from src.config import CheckpointConfig, DataConfig, KernelsConfig
+from src.config import BalanceConfig, CheckpointConfig, DataConfig, KernelsConfig, MeshConfig
 from src.errors import UserError
 from src.trainer import loop as loop_module
+from src.trainer import step as step_module
 from src.trainer.backends.native import NativeBackend, Sums
 from src.trainer.callbacks import checkpointing
 from src.trainer.data.batch import MicroBatch
@@ -28,7 +30,10 @@ from src.trainer.data.loader import Loader
 from src.trainer.data.packed import Packed
 from src.trainer.metrics import Metrics
 from src.trainer.parallel.balance import Balancer
+from src.trainer.runtime import join
 from src.trainer.stop import Agreement
+from src.trainer.worker import exit_code
+from tests.distributed import world
 from tests.trainer.small import lines, run_here, small_config
 
 
@@ -72,6 +77,63 @@ def test_a_step_without_any_target_is_refused(
         run_here(config, tmp_path / "bad")
     assert caught.value.code == 4
     assert [line["skipped"] for line in lines(tmp_path / "bad")] == [False, False, False, True]
+
+
+def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-27, LOG-1: data moves on and is counted, the balance's lagged shares stay; speed is tokens/s."""
+    shares: dict[int, list[torch.Tensor]] = {}
+
+    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        shares[run.step] = [share.clone() for share in run.backend.extra_state().values()]
+        return judge(run, norm * math.nan if run.step == 1 else norm)
+
+    monkeypatch.setattr(step_module, "judge", poisoned)
+    balance = BalanceConfig(kind="global_batch_lagged")
+    run_here(small_config(tmp_path, nonfinite="skip", max_steps=4, balance=balance), tmp_path / "run")
+    found = lines(tmp_path / "run")
+    assert [line["skipped"] for line in found] == [False, True, False, False]
+    total = 0
+    for line in found:
+        total += line["tokens"]
+        assert line["tokens_total"] == total
+    assert found[3]["tokens_per_s"] == pytest.approx(found[3]["tokens"] / found[3]["step_time"])
+    assert not torch.equal(shares[1][0], shares[0][0])
+    assert all(map(torch.equal, shares[2], shares[1]))
+    assert not torch.equal(shares[3][0], shares[2][0])
+
+
+def other_kernels(directory: Path) -> str:
+    """What each rank gets from `write_kernels` when rank 1 chose otherwise."""
+    runtime = join(MeshConfig("dp2", dp=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    try:
+        loop_module.write_kernels(directory, runtime, {"attention": ["eager", "sdpa_cpu"][runtime.rank]})
+    except UserError as error:
+        return f"{error.code} {error}"
+    return "fine"
+
+
+def test_ranks_with_other_kernels_are_refused(tmp_path: Path) -> None:
+    """REG-3: the rank that differs from rank 0 says so, with code 3."""
+    first, second = world.run(2, other_kernels, tmp_path)
+    assert first == "fine"
+    assert second.startswith("3 rank 1 chose other kernels than rank 0")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (dist.DistNetworkError("closed"), 6),
+        (dist.DistBackendError("timed out"), 6),
+        (UserError("no", code=8), 8),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(5), 5),
+        (SystemExit("text"), 1),
+        (ValueError("x"), 1),
+    ],
+)
+def test_the_code_of_an_error(error: BaseException, code: int) -> None:
+    """EXIT: a collective that fails is 6, a refusal its own code, everything else 1."""
+    assert exit_code(error) == code
 
 
 def test_an_infinite_loss_is_seen_though_the_gradients_are_finite(
