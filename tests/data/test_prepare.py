@@ -8,6 +8,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,7 @@ from src.trainer.data.lease import LeaseLost, claim
 from src.trainer.data.prepare import Prepared
 from src.trainer.data.store import Store
 from src.trainer.data.tokenizer import ByteTokenizer, LibraryTokenizer
-from tests.data.small import prepared, small_config, texts, write_corpus
+from tests.data.small import prepared, small_config, start, texts, write_corpus
 
 
 @pytest.fixture
@@ -64,10 +65,6 @@ def contents(path: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir()}
 
 
-def start(root: Path, seed: int) -> None:
-    prepared(small_config(root, tokenizer__kind="bpe", seed=seed))
-
-
 @pytest.mark.slow
 def test_four_starters_on_an_empty_store_build_once(tmp_path: Path) -> None:
     """PREP-1 with concurrent processes."""
@@ -77,7 +74,7 @@ def test_four_starters_on_an_empty_store_build_once(tmp_path: Path) -> None:
     for starter in starters:
         starter.start()
     for starter in starters:
-        starter.join(60)
+        starter.join(120)
     assert [starter.exitcode for starter in starters] == [0] * 4
     store = tmp_path / "store"
     assert sorted(p.name for p in store.iterdir()) == ["hashes", "packs", "tokenizers", "tokens"]
@@ -350,3 +347,37 @@ def test_the_command_builds_and_verifies(tmp_path: Path, capsys: pytest.CaptureF
     assert prepare_data.main(["build", "--verify", *overrides]) == 4
     assert "heldout.bin" in capsys.readouterr().err
     assert prepare_data.main(["build", "data.holdot=1"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("repetition", range(20))
+def test_four_starters_build_once_time_and_again(tmp_path: Path, repetition: int) -> None:
+    """STORE-4, LEASE-1: 20 times."""
+    test_four_starters_on_an_empty_store_build_once(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_killed_at_random_times_the_next_start_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """STORE-4, STORE-5, LEASE-2: nothing is taken for whole that is not, at 10 random times of death."""
+    config = small_config(tmp_path, write_corpus(tmp_path / "corpus", texts(400)), tokenizer__kind="bpe")
+    started = time.monotonic()
+    start_and_wait(tmp_path)
+    duration = time.monotonic() - started
+    key, path = prepared(config).key, prepared(config).path
+    assert path is not None
+    expected = contents(path)
+    for draw in random.Random(3).choices(range(100), k=10):
+        shutil.rmtree(tmp_path / "store")
+        start_and_wait(tmp_path, kill_after=duration * draw / 100)
+        assert (prepared(config).key, contents(path)) == (key, expected)
+        assert not list((tmp_path / "store").glob("*/.tmp*"))
+
+
+def start_and_wait(root: Path, kill_after: float | None = None) -> None:
+    starter = multiprocessing.get_context("spawn").Process(target=start, args=(root, 0))
+    starter.start()
+    starter.join(kill_after)
+    starter.kill()
+    starter.join()
