@@ -18,7 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from src.config import BalanceConfig, CheckpointConfig, DataConfig, KernelsConfig, MeshConfig
+from src.config import (
+    BalanceConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    KernelsConfig,
+    MeshConfig,
+)
 from src.errors import UserError
 from src.trainer import loop as loop_module
 from src.trainer import step as step_module
@@ -77,6 +84,25 @@ def test_a_step_without_any_target_is_refused(
         run_here(config, tmp_path / "bad")
     assert caught.value.code == 4
     assert [line["skipped"] for line in lines(tmp_path / "bad")] == [False, False, False, True]
+
+
+def test_held_out_samples_without_any_target_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EVAL-4: the held-out side too is named, where its loss would be 0/0."""
+    read = Packed.micro_batch
+
+    def without(packed: Packed, chosen: Sequence[int]) -> MicroBatch:
+        batch = read(packed, chosen)
+        return replace(batch, labels_BS=torch.full_like(batch.labels_BS, -100), target_tokens=0)
+
+    monkeypatch.setattr(Packed, "micro_batch", without)
+    heldout = EvaluationConfig(name="heldout", samples=2)
+    with pytest.raises(
+        UserError, match="no target in the held-out samples of synthetic zipf, heldout"
+    ) as none:
+        run_here(small_config(tmp_path, evaluation=heldout), tmp_path / "run")
+    assert none.value.code == 4
 
 
 def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
