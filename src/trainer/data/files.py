@@ -67,13 +67,14 @@ def matching_files(patterns: Iterable[str]) -> list[SourceFile]:
     paths: set[str] = set()
     unmatched = []
     for pattern in patterns:
-        matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
-        paths.update(os.path.abspath(m) for m in matches)
+        matches = [match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
+        paths.update(map(os.path.abspath, matches))
         unmatched += [] if matches else [pattern]
     if unmatched:
         raise UserError(f"data.files: no file matches {', '.join(unmatched)}", code=4)
-    root = os.path.commonpath([os.path.dirname(p) for p in paths])
-    return [corpus_file(os.path.relpath(p, root).replace(os.sep, "/"), p) for p in sorted(paths)]
+    root = os.path.commonpath({os.path.dirname(path) for path in paths})
+    start = len(os.path.join(root, ""))
+    return [corpus_file(path[start:].replace(os.sep, "/"), path) for path in sorted(paths)]
 
 
 class HashCache:
