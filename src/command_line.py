@@ -65,6 +65,9 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _hydra(flags, parsed.overrides)
+    if sum(map(bool, (parsed.multirun, parsed.cfg, parsed.info))) > 1:
+        fix = "leave out all but one; dry_run=true shows the jobs of a sweep"
+        raise UserError([Problem("-m, --cfg, --info", "do not go together", fix, "HYD-17")])
     if parsed.multirun or parsed.cfg or parsed.info:
         return _sweep(flags, parsed.overrides, parsed.multirun)
     return _single(parsed.overrides)
@@ -101,10 +104,8 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
 def _hydra(flags: list[str], overrides: list[str]) -> int:
     """Hand over to Hydra, whose launcher plugin runs the jobs and leaves by `SystemExit` if one failed."""
     import hydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
-    from src.compose import CONF, ROOT, register
+    from src.compose import CONF, FAILURES, ROOT, register
 
     register()
     with tempfile.TemporaryDirectory(prefix="manyhead-hydra-") as scratch:
@@ -113,7 +114,7 @@ def _hydra(flags: list[str], overrides: list[str]) -> int:
         with _arguments(words):
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=ROOT)(_never)()
-            except (HydraException, OmegaConfBaseException) as error:
+            except FAILURES as error:
                 raise UserError([Problem("composition", str(error))]) from error
             except SystemExit as stop:
                 return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1

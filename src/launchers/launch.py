@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -41,6 +42,10 @@ TAIL = 15
 """Lines of a rank's log that are shown where nothing else says why it died."""
 
 
+FROM_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+"""Errors whose traceback tells a user nothing more."""
+
+
 @dataclass
 class Launch:
     """What one launching process works with."""
@@ -74,6 +79,11 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         except Interrupted as stop:
             launch.console.error(f"stopped by {stop} before the ranks started")
             return 128 + stop.number
+        except OSError as error:
+            if error.errno not in FROM_THE_DISK:
+                raise
+            launch.console.error(f"the run's files cannot be written: {error}; its state is unknown")
+            return 1
 
 
 def find_and_run(launch: Launch) -> int:

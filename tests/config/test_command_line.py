@@ -164,6 +164,20 @@ def test_seeds_share_data_and_splits_do_not(
     assert (len(splits), len(set(splits))) == (2, 2)
 
 
+def test_a_site_file_that_is_no_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CFG-11, CFG-2: exit 2 with file and line, no traceback; of a run and of a sweep."""
+    site = tmp_path / "manyhead" / "site" / "default.yaml"
+    site.parent.mkdir(parents=True)
+    site.write_text("logger: [\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for words in (["data=synthetic"], ["-m", "data=synthetic", "seed=0,1"]):
+        assert main(words) == 2
+        assert f'"{site}", line 2' in capsys.readouterr().err
+
+
 def test_a_value_listed_twice_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +221,12 @@ def test_a_sweep_is_refused_whole(
 
 @pytest.mark.parametrize(
     "words",
-    [["--config-name", "x"], ["--config-path=runs"], ["--experimental-rerun", "x"], ["--no-such-flag"]],
+    [
+        ["--config-name", "x"],
+        ["--config-path=runs"],
+        ["--experimental-rerun", "x"],
+        ["--no-such-flag"],
+    ],
 )
 def test_other_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """HYD-16, HYD-17: no way past the schema; argparse's errors are exit 2."""
@@ -223,6 +242,8 @@ def test_the_config_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seed: 5" in shown
     assert "pp: 2" in shown
     assert main(["--cfg", "job", "sead=5"]) == 2
+    assert main(["-m", "--cfg", "job", "seed=1,2"]) == 2
+    assert "do not go together" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_before_any_work(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from src.code_identity import CodeRecord, code_differences, code_record
 from src.compose import compose, dump_config
 from src.config import Config
 from src.errors import UserError
+from src.launchers import launch
 from src.resume import MAY_DIFFER, differences
 from src.runs import Claim, begin_attempt, claim
 from src.status import Status, read_status
@@ -183,6 +186,19 @@ def test_init_from_is_not_asked_for_once_there_is_a_checkpoint(make: Make, tmp_p
     taken = claim(config, CODE, "d0")
     taken.release()
     assert taken.attempt == 2
+
+
+def test_a_full_disk_is_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RUN-6: where even `status.json` cannot be written, one line and code 1 instead of a traceback."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "status.json")
+
+    monkeypatch.setattr(launch, "find_and_run", full)
+    assert launch.run_one(make(), []) == 1
+    assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["/proc/none", "/dev/null"])
