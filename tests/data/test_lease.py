@@ -106,8 +106,9 @@ def test_release_waits_for_the_beat_under_way(path: Path, monkeypatch: pytest.Mo
         plain(self, counter)
 
     monkeypatch.setattr(Lease, "_beat", beat_slowly)
-    with claim(path):
+    with claim(path) as held:
         assert under_way.wait(10)
+    held._thread.join(10)
     assert list(path.parent.iterdir()) == []
 
 
