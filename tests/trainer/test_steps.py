@@ -24,7 +24,10 @@ from src.config import (
     DataConfig,
     EvaluationConfig,
     KernelsConfig,
+    LrScheduleConfig,
     MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
 )
 from src.errors import UserError
 from src.trainer import loop as loop_module
@@ -126,6 +129,28 @@ def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not torch.equal(shares[1][0], shares[0][0])
     assert all(map(torch.equal, shares[2], shares[1]))
     assert not torch.equal(shares[3][0], shares[2][0])
+
+
+@pytest.mark.parametrize("share", [0.25, 4.0])
+def test_the_update_is_as_long_as_clipping_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """ENG-7: a step of SGD moves the weights by lr · min(norm, max_norm) in all."""
+    kept: list[Any] = []
+
+    def keep(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        run.config.optimizer.max_norm = share * float(norm)
+        kept.extend([run, float(norm), {n: p.detach().clone() for n, p in run.backend.parameters.items()}])
+        return judge(run, norm)
+
+    monkeypatch.setattr(step_module, "judge", keep)
+    sgd = OptimizerConfig(kind="sgd", lr=0.3, momentum=0.0, weight_decay=0.0, max_norm=1.0)
+    config = small_config(tmp_path, optimizer=sgd, lr_schedule=LrScheduleConfig(kind="constant"), max_steps=1)
+    config.lr_schedule.warmup = 0
+    run_here(replace(config, precision=PrecisionConfig(name="fp64")), tmp_path / "run")
+    run, norm, before = kept
+    moved = torch.stack([(p.detach() - before[n]).norm() for n, p in run.backend.parameters.items()]).norm()
+    assert float(moved) == pytest.approx(0.3 * min(1.0, share) * norm, rel=1e-4)
 
 
 def other_kernels(directory: Path) -> str:
