@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,17 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
 def test_a_refusal_is_quick_and_whole(tmp_path: Path) -> None:
     """CFG-2, CFG-18, LOG-6: both typos with their nearest keys, exit 2, a first line at once, in under 1.5 s
     (of CPU time here, for a busy machine may take longer)."""
-    begin = time.monotonic()
     command = [sys.executable, str(CHECKOUT / "train.py"), "sead=3", "model.hiden_size=64"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("manyhead")
-        first = time.monotonic() - begin
         _, said = process.communicate()
     assert process.returncode == 2
     assert "did you mean seed?" in said
     assert "did you mean model.hidden_size?" in said
     assert "Traceback" not in said
-    assert first < 2.5
     assert cpu_seconds(command, tmp_path) < 1.5
     assert list(tmp_path.iterdir()) == []
 

@@ -211,10 +211,8 @@ def test_never_names_key_and_command_at_once(tmp_path: Path) -> None:
     config = small_config(tmp_path, data__prepare__where="never")
     for path in (tmp_path / "corpus").iterdir():
         os.utime(path, (1, 1))
-    started = time.monotonic()
     with pytest.raises(UserError, match=r"[0-9a-f]{16} is not ready.*prepare_data\.py") as caught:
         prepared(config)
-    assert time.monotonic() - started < 1
     assert caught.value.code == 4
     assert not (tmp_path / "store").exists()
     found = prepared(small_config(tmp_path))
