@@ -19,7 +19,8 @@ TRACKERS = ("wandb", "tensorboard")
 def validate(config: Config) -> list[Problem]:
     """Every cross-group problem of a resolved config: key, both values, rule and what to type."""
     problems = reserved.check(config)
-    for part in (_ranges, _durations, _names, _schedule, _pipeline, _model, _backend, _resume, _logger, _profile):
+    parts = (_ranges, _durations, _names, _schedule, _pipeline, _model, _backend, _resume, _logger, _profile)
+    for part in parts:
         problems += part(config)
     problems += rules.check(config) + keys.check(config)
     return list(dict.fromkeys(problems))

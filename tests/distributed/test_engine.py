@@ -215,7 +215,10 @@ def witness(name: str, seen: set[str]) -> Any:
 
 
 def test_masters_stay_in_fp32() -> None:
-    """MOD-4, ENG-3: under `master` products run in bf16, router and gradients in fp32, on one rank too."""
+    """MOD-4, ENG-3: under `master` products run in bf16, router and gradients in fp32, on one rank too.
+
+    The limit of the loss is below what 1/N_tok in bf16 would do: 1/288 is off by a five-hundredth there.
+    """
     (loss, norm, _), (mixed_loss, mixed_norm, dtypes) = (
         world.run(1, mixed_step, precision)[0] for precision in ("fp32", "master")
     )
@@ -225,8 +228,8 @@ def test_masters_stay_in_fp32() -> None:
         "Experts torch.bfloat16",
         "gradient torch.float32",
     }
-    assert mixed_loss == pytest.approx(loss, rel=2e-3)
-    assert mixed_norm == pytest.approx(norm, rel=2e-2)
+    assert mixed_loss == pytest.approx(loss, rel=1e-4)
+    assert mixed_norm == pytest.approx(norm, rel=1e-3)
 
 
 def lagged_state() -> bool:

@@ -74,6 +74,10 @@ def hf_problems(config: DeepseekV2Config) -> list[Problem]:
         message = f"transformers takes even widths of latent and rotary key only, not {config.kv_lora_rank}"
         fix = f"model.kv_lora_rank={config.kv_lora_rank + 1}"
         problems.append(Problem("model.kv_lora_rank", message, fix, "ATT-2"))
+    if config.hidden_size % config.num_heads:
+        message = f"transformers wants a multiple of num_heads={config.num_heads}, not {config.hidden_size}"
+        fix = f"model.hidden_size={(config.hidden_size // config.num_heads + 1) * config.num_heads}"
+        problems.append(Problem("model.hidden_size", message, fix, "backend"))
     return problems
 
 

@@ -64,7 +64,7 @@ class Backend(Protocol):
         ...
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
-        """Global L2 norm of all gradients; not finite on any rank if the loss of one is not (ENG-6, ENG-27)."""
+        """Global L2 norm of all gradients (ENG-6); not finite if `loss` of any rank is not (ENG-27)."""
         ...
 
     def finish_step(self, skip: Tensor) -> None:
