@@ -62,7 +62,7 @@ def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None
     """One FSDP2 unit: what it holds is gathered, cast and reduced together.
 
     What goes in is not cast: activations come in the right dtype, and 1/N_tok or a routing weight in bf16
-    would be off by up to 1/512.
+    would be off by up to 1/256.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
