@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from src.config import BackendConfig, Config, EvaluationConfig, MeshConfig, OptimizerConfig
 from src.digest import flatten
+from src.models.convert.deepseek_v2 import hf_config
 from src.resume import differences
 from src.trainer.backends.registry import backend_class
 from src.trainer.checkpoint.find import find
@@ -22,9 +23,10 @@ from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime, join
 from tests.checkpoint.fake import MODEL, alone, config, fill, wrong
 from tests.distributed import world
+from tests.models.odd import deepseek_v2
 from tests.trainer.small import lines, run_here, small_config
 
-pytest.importorskip("transformers")
+transformers: Any = pytest.importorskip("transformers")
 
 PEER = BackendConfig("transformers", attn_implementation="eager", experts_implementation="eager")
 
@@ -92,6 +94,23 @@ def sharded(run: str) -> list[str]:
 
 def test_the_same_on_shards(tmp_path: Path) -> None:
     assert world.run(2, sharded, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("backend", [BackendConfig(), PEER], ids=["native", "transformers"])
+def test_weights_that_transformers_wrote(tmp_path: Path, backend: BackendConfig) -> None:
+    """CKPT-13, HFN: the file of `save_pretrained` starts a run of either backend, bitwise."""
+    settings = small_config(tmp_path, backend=backend)
+    peer = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**hf_config(deepseek_v2())), dtype=torch.float32
+    )
+    peer.save_pretrained(tmp_path)
+    member = Member(replace(settings, init_from=str(tmp_path / "model.safetensors")), alone())
+    assert load_weights(member.config, member.backend, member.runtime) == []
+    stacks = {".experts.gate_up_proj": ".experts.gate_up", ".experts.down_proj": ".experts.down"}
+    for name, tensor in peer.named_parameters():
+        for theirs, ours in stacks.items() if backend.name == "native" else ():
+            name = name.replace(theirs, ours)
+        assert torch.equal(member.backend.parameters[name], tensor), name
 
 
 def test_a_swapped_stack_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from tests.distributed.reference import Trace
 
 pytest.importorskip("transformers")
 
+ROOT = Path(__file__).resolve().parents[2]
 EVEN = {"hidden_size": 48, "expert_size": 12}
 """Widths that grouped_mm takes in fp32."""
 CHOICES = {
@@ -209,7 +213,9 @@ def test_masters_stay_in_fp32() -> None:
 def test_a_missing_package_is_exit_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """EXIT: with what to type."""
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"pip install 'manyhead\[transformers\]'") as caught:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = project["optional-dependencies"]["transformers"]
+    with pytest.raises(UserError, match=f"pip install '{re.escape(needed)}'") as caught:
         build(case("dense"))
     assert caught.value.code == 3
 

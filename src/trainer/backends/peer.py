@@ -24,7 +24,7 @@ from src.models.protocol import Balance, Batch, Dispatcher
 from src.models.schema import ModelConfig
 from src.models.stage import whole
 
-INSTALL = "pip install 'manyhead[transformers]'"
+INSTALL = "pip install 'transformers>=5.17,<6'"
 
 
 def load_package() -> Any:
