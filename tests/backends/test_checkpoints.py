@@ -92,6 +92,7 @@ def sharded(run: str) -> list[str]:
     return there_and_back(settings_of(mesh), join(mesh, rank, rank, torch.device("cpu")), Path(run))
 
 
+@pytest.mark.slow
 def test_the_same_on_shards(tmp_path: Path) -> None:
     assert world.run(2, sharded, str(tmp_path)) == [[], []]
 
