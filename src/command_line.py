@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from src.errors import Problem, UserError
+from src.launchers.console import open_missing_streams, say, show_result
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code (EXIT); refusals are printed, all problems at once."""
+    open_missing_streams()
     parsed = _parser().parse_intermixed_args(list(arguments))
-    if parsed.help:
-        from src.help import help_text
-
-        print(help_text())
-        return 0
-    if not parsed.shell_completion:
-        print(f"manyhead {_version()}: composing", flush=True)
     try:
+        if parsed.help:
+            return _help()
+        if not parsed.shell_completion:
+            show_result(f"manyhead {_version()}: composing")
         return _run(parsed, list(arguments))
     except UserError as error:
-        print(_refusal(error), file=sys.stderr)
+        say(_refusal(error), sys.stderr)
         return error.code
     except KeyboardInterrupt:
+        say("stopped by SIGINT while composing, nothing was started", sys.stderr)
         return 130
 
 
@@ -54,10 +54,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _help() -> int:
+    from src.help import help_text
+
+    show_result(help_text())
+    return 0
+
+
 def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _hydra(flags, parsed.overrides)
+    if sum(map(bool, (parsed.multirun, parsed.cfg, parsed.info))) > 1:
+        fix = "leave out all but one; dry_run=true shows the jobs of a sweep"
+        raise UserError([Problem("-m, --cfg, --info", "do not go together", fix, "HYD-17")])
     if parsed.multirun or parsed.cfg or parsed.info:
         return _sweep(flags, parsed.overrides, parsed.multirun)
     return _single(parsed.overrides)
@@ -75,13 +85,10 @@ def _single(overrides: list[str]) -> int:
     if config.dry_run:
         from src.launchers.plan import dry_run_text, make_plan
 
-        print(dry_run_text(make_plan(config, overrides)))
+        show_result(dry_run_text(make_plan(config, overrides)))
         return 0
     seconds = time.monotonic() - started
-    print(
-        f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)",
-        flush=True,
-    )
+    say(f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)")
     from src.launchers.launch import run_one
 
     return run_one(config, overrides)
@@ -97,10 +104,8 @@ def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:
 def _hydra(flags: list[str], overrides: list[str]) -> int:
     """Hand over to Hydra, whose launcher plugin runs the jobs and leaves by `SystemExit` if one failed."""
     import hydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
-    from src.compose import CONF, ROOT, register
+    from src.compose import CONF, FAILURES, ROOT, register
 
     register()
     with tempfile.TemporaryDirectory(prefix="manyhead-hydra-") as scratch:
@@ -109,7 +114,7 @@ def _hydra(flags: list[str], overrides: list[str]) -> int:
         with _arguments(words):
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=ROOT)(_never)()
-            except (HydraException, OmegaConfBaseException) as error:
+            except FAILURES as error:
                 raise UserError([Problem("composition", str(error))]) from error
             except SystemExit as stop:
                 return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1

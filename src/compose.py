@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from src import overrides as lines
 from src import reserved
@@ -30,6 +31,9 @@ from src.validate import validate
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The config groups."""
+
+FAILURES = (HydraException, OmegaConfBaseException, YAMLError)
+"""What Hydra raises where a config cannot be composed; a file that is no YAML comes through as it is."""
 
 ROOT = "train"
 """The config that `train.py` composes."""
@@ -85,8 +89,16 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
             problems += [
                 Problem(f"[{' '.join(job)}] {p.key}", p.message, p.fix, p.rule) for p in error.problems
             ]
-    raise_all(problems or _shared_names(configs))
+    raise_all(problems or _same_jobs(jobs) or _shared_names(configs))
     return configs
+
+
+def _same_jobs(jobs: Sequence[Sequence[str]]) -> list[Problem]:
+    """A value that is listed twice: two jobs would train the same run in one directory."""
+    words = [" ".join(job) for job in jobs]
+    fix = "list each value once"
+    twice = [text for text in dict.fromkeys(words) if words.count(text) > 1]
+    return [Problem(f"[{text}]", "is in the sweep more than once", fix, "SWEEP-1") for text in twice]
 
 
 def _shared_names(configs: Sequence[Config]) -> list[Problem]:
@@ -143,7 +155,7 @@ class _Request:
         """Path and package of each config of the defaults list, as far as the choices can be composed."""
         try:
             found = self.loader.compute_defaults_list(ROOT, [*self.choices, *self.hydra], RunMode.RUN)
-        except (HydraException, OmegaConfBaseException):
+        except FAILURES:
             return []
         return [(item.config_path, item.package or "") for item in found.defaults if item.config_path]
 
@@ -152,7 +164,7 @@ def _compose(loader: ConfigLoader, overrides: Sequence[str], seen: dict[Source, 
     raise_all(_Request(loader, overrides, multirun=False).problems(seen))
     try:
         tree = loader.load_configuration(ROOT, list(overrides), RunMode.RUN, from_shell=False)
-    except (HydraException, OmegaConfBaseException) as error:
+    except FAILURES as error:
         raise UserError([Problem("composition", _first_lines(error))]) from error
     return Composed(finish(typed(tree)), tree.hydra.mode == RunMode.MULTIRUN)
 

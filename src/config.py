@@ -58,7 +58,7 @@ class PipelineConfig:
     overlap: bool = False
     """Run one micro-batch's forward against another's backward; only dualpipev will take it."""
     reduce: str = choice("auto", "step", "micro_batch")
-    """When gradients are reduced: once a step, or after each micro-batch to save memory."""
+    """When gradients are reduced: once a step (`step`; `auto` too), or after each micro-batch for memory."""
 
 
 @dataclass

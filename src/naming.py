@@ -56,6 +56,11 @@ def job_name(swept: Iterable[str]) -> str:
     return _fit(plain, _hash8("\n".join(pairs)), always=False)
 
 
+def key_of(override: str) -> str:
+    """The key of an override, without `+`."""
+    return override.lstrip("+").partition("=")[0]
+
+
 def _fit(text: str, digest: str, always: bool) -> str:
     """`text` in the allowed characters and length, then the digest if asked for or if something was lost."""
     slug = _FORBIDDEN.sub("-", text).lstrip(".-") or "run"

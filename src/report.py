@@ -10,6 +10,7 @@ from src.launchers.closing import curve, heldout, loads, next_commands, summary
 from src.records import Record, read_samples, write_atomic, write_json
 from src.report_facts import (
     AVERAGED,
+    JUDGED_STEPS,
     Group,
     RunFacts,
     average,
@@ -124,6 +125,7 @@ def sweep_text(
         parts += [
             "## Meshes: largest relative difference from the first",
             table(list(meshes[0]), mesh_rows(meshes)),
+            f"Judged are the first {JUDGED_STEPS} steps: rounding alone grows from step to step after that.",
         ]
     return "\n\n".join(parts) + "\n"
 

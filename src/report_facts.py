@@ -18,10 +18,15 @@ from src.records import Record, number, read_json, read_steps
 
 AVERAGED = ("last_loss", "best_loss", "heldout_loss", "bits_per_byte", "tokens_per_s")
 """Values of a row that are averaged over seeds."""
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
-"""Largest relative difference between meshes that is not flagged, by precision.
+JUDGED_STEPS = 5
+"""Differences between meshes are judged over the first steps alone.
 
-One step differs by summation order alone, 1e-12 and 1e-6; training multiplies that from step to step."""
+One step differs by summation order, 1e-12 in fp64 and 1e-6 in fp32, but training multiplies that from step to
+step, and the first token that is routed elsewhere shows in the loss: two correct fp32 runs of the default
+model, with Adam at its default rate, were 1e-7 apart at step 10 and 1e-3 at step 20. A wrong scale shows at
+the first step."""
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
+"""Largest relative difference over the first steps that is not flagged, by precision."""
 COARSE = 5e-2
 """The same where compute is bf16."""
 
@@ -230,16 +235,18 @@ def mesh_differences(runs: list[RunFacts]) -> list[Record]:
 
 
 def compare(first: RunFacts, other: RunFacts) -> Record:
-    """One pair of meshes."""
-    difference = {key: largest_difference(first.steps, other.steps, key) for key in ("loss", "grad_norm")}
+    """One pair of meshes: differences over all common steps, and over the first ones, which are judged."""
+    keys, early = ("loss", "grad_norm"), [step for step in first.steps if step["step"] <= JUDGED_STEPS]
+    judged = {f"early_{key}": largest_difference(early, other.steps, key) for key in keys}
     limit = TOLERANCE.get(precision(first.config), COARSE)
     return {
         "seed": first.config.seed,
         "first": first.config.mesh.spec,
         "mesh": other.config.mesh.spec,
-        **difference,
+        **{key: largest_difference(first.steps, other.steps, key) for key in keys},
+        **judged,
         "tolerance": limit,
-        "flagged": any(value is None or value > limit for value in difference.values()),
+        "flagged": any(value is None or value > limit for value in judged.values()),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 from src.config import Config
@@ -40,4 +41,4 @@ def _resolve_paths(config: Config) -> None:
 
 
 def _absolute(path: str) -> str:
-    return str(Path.cwd() / Path(path).expanduser())
+    return os.path.abspath(Path(path).expanduser())

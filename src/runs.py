@@ -14,10 +14,11 @@ from pathlib import Path
 
 from src.code_identity import CodeRecord
 from src.config import Config
-from src.errors import UserError
+from src.errors import Problem, UserError
 from src.naming import run_name
 from src.resume import other_origin, refusal, resume_notes
 from src.status import is_finished
+from src.trainer.checkpoint import directory
 from src.trainer.data import lease
 
 MOVED = [
@@ -79,9 +80,33 @@ def find(config: Config, code: CodeRecord, data_key: str | None) -> Claim:
             continue
         changes = resume_notes(path, config, code)
         if is_finished(path, config):
-            return Claim(path, attempts(path), True, [*notes, finished_note(path)])
+            unused = [note.replace("goes on with", "not used:") for note in changes]
+            return Claim(path, attempts(path), True, [*notes, *unused, finished_note(path)])
+        check_sources(path, config)
         return Claim(path, attempts(path) + 1, notes=[*notes, *changes])
     raise AssertionError("candidates never end")
+
+
+def check_sources(run: Path, config: Config) -> None:
+    """Raise `UserError` (8) before anything is written if what `resume` or `init_from` names is not there."""
+    if "/" in config.resume:
+        check_checkpoint("resume", Path(config.resume), "CKPT-5")
+    elif config.init_from is not None and not directory.steps(run):
+        source = Path(config.init_from)
+        if not source.is_file():
+            check_checkpoint("init_from", source, "CKPT-13")
+
+
+def check_checkpoint(key: str, path: Path, rule: str) -> None:
+    """Raise `UserError` (8) unless `path` is a whole checkpoint; for a run's directory, name its newest."""
+    try:
+        directory.read_meta(path)
+    except directory.IncompleteError as error:
+        newest = directory.newest(path)
+        why = str(error) if path.is_dir() else "there is no such directory"
+        fix = f"type {key}={newest}" if newest else f"type {key}=RUN/checkpoints/step-NNNNNNNN"
+        problem = Problem(key, f"{path} is no complete checkpoint: {why}", fix, rule)
+        raise UserError([problem], code=8) from error
 
 
 def candidates(config: Config) -> Iterator[Path]:
@@ -96,8 +121,12 @@ def candidates(config: Config) -> Iterator[Path]:
 def take(found: Claim, config: Config) -> Claim:
     """Lock the directory; whoever finished the run in the meantime is respected."""
     path = found.path
-    path.mkdir(parents=True, exist_ok=True)
-    lock = hold(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = hold(path)
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}; paths.runs=DIRECTORY names another place"
+        raise UserError(message, code=8) from error
     if is_finished(path, config):
         lock.release()
         return Claim(path, attempts(path), True, [*found.notes, finished_note(path)])

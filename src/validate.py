@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 from src import durations, reserved
 from src.config import Config
-from src.errors import Problem
+from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
 from src.models.schema import DeepseekV2Config
 from src.naming import MAX_BYTES
+from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
 
@@ -19,8 +20,7 @@ TRACKERS = ("wandb", "tensorboard")
 def validate(config: Config) -> list[Problem]:
     """Every cross-group problem of a resolved config: key, both values, rule and what to type."""
     problems = reserved.check(config)
-    parts = (_ranges, _durations, _names, _schedule, _pipeline, _model, _backend, _resume, _logger, _profile)
-    for part in parts:
+    for part in _PARTS:
         problems += part(config)
     problems += rules.check(config) + keys.check(config)
     return list(dict.fromkeys(problems))
@@ -105,6 +105,14 @@ def _names(config: Config) -> Iterator[Problem]:
         if not all(_is_plain(part) for part in parts):
             words = f"use letters, digits, . _ - and / between folders, at most {MAX_BYTES} characters each"
             yield Problem(key, f"{name!r} is no directory name", words, "RUN-4")
+
+
+def _sweep(config: Config) -> Iterator[Problem]:
+    """Keys that the launcher writes into a job's config: typed, they would name another's directory."""
+    for name in ("job", "index", "keys"):
+        if getattr(config.sweep, name) not in (None, []):
+            fix = "leave it out; sweep.name=NAME names the sweep"
+            yield Problem(f"sweep.{name}", "is set by the launcher", fix, "SWEEP-9")
 
 
 def _is_plain(part: str) -> bool:
@@ -192,6 +200,13 @@ def _backend(config: Config) -> Iterator[Problem]:
         yield from conversion.problems(config.model)
 
 
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    try:
+        size_in_bytes(config.checkpoint.verify)
+    except UserError as error:
+        yield from error.problems
+
+
 def _resume(config: Config) -> Iterator[Problem]:
     if config.resume not in ("auto", "none", "allow_code") and "/" not in config.resume:
         fix = "type resume=auto, resume=none, resume=allow_code, or a path with a /"
@@ -218,3 +233,9 @@ def _profile(config: Config) -> Iterator[Problem]:
     steps = config.profile.steps
     if steps and (len(steps) != 2 or not 0 <= steps[0] <= steps[1]):
         yield Problem("profile.steps", f"{steps} is no window", "type 'profile.steps=[10,12]'", "PROF-1")
+
+
+_PARTS = (
+    *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
+    *(_model, _backend, _checkpoint, _resume, _logger, _profile),
+)

@@ -173,6 +173,8 @@ def _check_text(given: Given, leaf: Leaf, text: str) -> Problem | None:
 
 
 def _shown(given: Given) -> str:
+    if given.text == "":
+        return "nothing"
     return repr(given.value) if given.text is None else given.text
 
 

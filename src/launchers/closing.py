@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from src.compose import load_config
+from src.config import Config, MeshConfig, SweepConfig
 from src.launchers.console import clock
+from src.mesh_spec import parse
+from src.naming import key_of
 from src.records import Record, number, read_samples, read_steps
+from src.validate import validate
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 """Most columns of a sparkline or a load strip."""
 SAMPLE = 240
 """Most characters of a sample."""
+MESHES = ("pp2ep2", "ep2", "pp2", "dp2")
+"""Meshes that a run is worth comparing with."""
+OF_ONE_RUN = ("run_name", "resume", "dry_run")
+"""Keys that a command for another run does without."""
 
 
 def closing_screen(run: Path, overrides: list[str]) -> str:
@@ -80,13 +90,20 @@ def loads(last: Record) -> list[str]:
 
 
 def sample(samples: list[Record]) -> list[str]:
-    """The last greedy continuation of the first prompt, on one line."""
-    if not samples:
+    """The first prompt's greedy continuations before the first step and after the last, a line each."""
+    greedy = [s for s in samples if s["mode"] == "greedy"]
+    if not greedy:
         return []
-    last = samples[-1]["step"]
-    chosen = next((s for s in samples if s["step"] == last and s["mode"] == "greedy"), samples[-1])
-    text = repr(chosen["prompt"])[1:-1] + " │ " + repr(chosen["text"])[1:-1]
-    return [text if len(text) <= SAMPLE else text[: SAMPLE - 1] + "…"]
+    first, last = greedy[0], next(s for s in greedy if s["step"] == greedy[-1]["step"])
+    shown = [("before", first)] if first["step"] == 0 else []
+    shown += [("after", last)] if last["step"] > 0 else []
+    return [f"{when:<7} {continuation(record)}" for when, record in shown]
+
+
+def continuation(record: Record) -> str:
+    """Prompt and text on one line."""
+    text = repr(record["prompt"])[1:-1] + " │ " + repr(record["text"])[1:-1]
+    return text if len(text) <= SAMPLE else text[: SAMPLE - 1] + "…"
 
 
 def shrink(values: list[float], width: int) -> list[float]:
@@ -114,16 +131,37 @@ def strip(values: list[float], low: float | None = None) -> str:
 
 def next_commands(run: Path, overrides: list[str]) -> list[str]:
     """Three commands that lead on from this run."""
-    other = "single" if any(o.startswith("mesh=") and o != "mesh=single" for o in overrides) else "pp2ep2"
+    mesh = other_mesh(run, overrides)
+    checkpoints = shlex.join(["python", "scripts/checkpoints.py", "list", str(run)])
     return [
-        f"{command(overrides, f'mesh={other}')}  # the same losses on another mesh",
+        f"{command(overrides, f'mesh={mesh}')}  # the same losses on another mesh"
+        if mesh
+        else f"{checkpoints}  # the checkpoints of this run",
         f"{command(['-m', *overrides], 'seed=0,1,2')}  # three seeds, mean and spread",
         f"{shlex.join(['python', 'scripts/report.py', str(run)])}  # report.md and loss.png again",
     ]
 
 
+def other_mesh(run: Path, overrides: list[str]) -> str | None:
+    """A mesh that this run could have had instead; None if no other suits its sizes."""
+    typed = [o.partition("=")[2] for o in overrides if o.startswith("mesh=")]
+    meshes = ["single", *MESHES] if typed and typed[-1] != "single" else list(MESHES)
+    if not (run / "config.yaml").is_file():
+        return meshes[0]
+    config = load_config(run / "config.yaml")
+    return next((spec for spec in meshes if spec != config.mesh.spec and _suits(config, spec)), None)
+
+
+def _suits(config: Config, spec: str) -> bool:
+    axes = {} if spec == "single" else parse(spec)
+    mesh = MeshConfig(**axes, spec=spec)
+    return not validate(replace(config, mesh=mesh, sweep=SweepConfig()))
+
+
 def command(overrides: list[str], new: str) -> str:
-    """`python train.py` with these overrides, `new` in place of its key's."""
-    key = new.partition("=")[0] + "="
-    kept = [override for override in overrides if not override.startswith((key, "run_name="))]
+    """`python train.py` with these overrides and `new`: each key once, and none that means one directory."""
+    key = key_of(new)
+    last = {key_of(override): override for override in overrides}
+    gone = {name for name in last if name in (key, *OF_ONE_RUN) or name.startswith(f"{key}.")}
+    kept = [override for name, override in last.items() if name not in gone]
     return shlex.join(["python", "train.py", *kept, new])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from src.errors import UserError
 
 
 class Console:
@@ -22,19 +25,18 @@ class Console:
     def line(self, text: str) -> None:
         """Print and log one line, or several."""
         self._log(text)
+        if self.above is None:
+            say(text)
+            return
         try:
-            if self.above is not None:
-                self.above(text)
-            else:
-                write(sys.stdout, text)
+            self.above(text)
         except OSError:
             self.above = lambda text: None
 
     def error(self, text: str) -> None:
         """Log a refusal and print it on stderr."""
         self._log(text)
-        with suppress(OSError):
-            write(sys.stderr, text)
+        say(text, sys.stderr)
 
     def _log(self, text: str) -> None:
         self._early.append(text)
@@ -60,6 +62,43 @@ class Console:
 def phase_line(name: str, text: str, seconds: float) -> str:
     """`name  what happened  (1.2 s)`."""
     return f"{name:<10} {text + ' ' if text else ''}({seconds:.1f} s)"
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write a line to stdout, or to `stream`; a reader who went away or a full disk ends nothing."""
+    stream = stream or sys.stdout
+    try:
+        write(stream, text)
+    except (OSError, ValueError):
+        silence(stream)
+
+
+def show_result(text: str) -> None:
+    """Write what the command was asked for. Raises UserError (1) if it cannot be written in full."""
+    try:
+        write(sys.stdout, text)
+    except BrokenPipeError:
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)
+        raise UserError(f"stdout cannot be written: {error.strerror}", code=1) from error
+
+
+def silence(stream: TextIO) -> None:
+    """Lead a stream to nowhere: what its buffer still holds would fail Python's own exit (code 120)."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def open_missing_streams() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed, lest a file of the run take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def write(stream: TextIO, text: str) -> None:

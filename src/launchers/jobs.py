@@ -21,7 +21,7 @@ from src.errors import UserError
 from src.launchers.bar import Progress
 from src.launchers.outcome import exit_code
 from src.launchers.ranks import applied
-from src.naming import job_name, sweep_name
+from src.naming import job_name, key_of, sweep_name
 from src.report_facts import overrides_text
 from src.status import read_status
 
@@ -91,11 +91,6 @@ def make_jobs(
         named = replace(config, sweep=sweep)
         jobs.append(Job(named, list(mine), swept))
     return jobs
-
-
-def key_of(override: str) -> str:
-    """The key of an override, without `+`."""
-    return override.lstrip("+").partition("=")[0]
 
 
 def start_job(job: Job, scratch: Path, beside: int, worker: str) -> None:

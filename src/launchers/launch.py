@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,9 +36,14 @@ from src.records import LineReader
 from src.report_facts import overrides_text
 from src.runs import Claim
 from src.status import Status, last_step
+from src.trainer.checkpoint.directory import steps
 
 TAIL = 15
 """Lines of a rank's log that are shown where nothing else says why it died."""
+
+
+FROM_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+"""Errors whose traceback tells a user nothing more."""
 
 
 @dataclass
@@ -72,6 +79,11 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         except Interrupted as stop:
             launch.console.error(f"stopped by {stop} before the ranks started")
             return 128 + stop.number
+        except OSError as error:
+            if error.errno not in FROM_THE_DISK:
+                raise
+            launch.console.error(f"the run's files cannot be written: {error}; its state is unknown")
+            return 1
 
 
 def find_and_run(launch: Launch) -> int:
@@ -98,15 +110,15 @@ def find_and_run(launch: Launch) -> int:
 
 
 def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, key: str | None) -> int:
-    """One attempt at the run: prepare, write its papers, run the ranks, settle `status.json`, report."""
+    """One attempt at the run: write its papers, prepare, run the ranks, settle `status.json`, report."""
     status = Status("running", taken.attempt, config_digest(launch.config))
     importing = import_agent_early() if launch.config.mesh.world > 1 else None
     try:
-        prepare_data(launch)
         environment = describe_environment(launch)
         runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
         log_files(launch, taken.path)
         status.write(taken.path)
+        prepare_data(launch)
         if importing is not None:
             importing.join()
         ended = run_ranks(launch, taken, environment)
@@ -121,7 +133,7 @@ def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, ke
         fail(status, 1, type(error).__name__, str(error))
         raise
     finally:
-        status.ended = time.time()
+        status.last_step, status.ended = last_step(taken.path), time.time()
         status.write(taken.path)
     finish(launch, taken.path, status)
     assert status.exit_code is not None
@@ -198,7 +210,6 @@ def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
 
 def settle(status: Status, run: Path, ended: Ended) -> None:
     """State, code and reason of an attempt whose ranks have ended."""
-    status.last_step = last_step(run)
     status.signal = ended.signal
     failure = first_failure(run / "control", ended.codes, ended.killed)
     if failure is None and (run / "control" / "requeue").exists():
@@ -240,13 +251,20 @@ def finish(launch: Launch, run: Path, status: Status) -> None:
         console.error(failure_text(run, status))
 
 
+def cause(reason: Mapping[str, str]) -> str:
+    """Type and message of a failure; a refusal speaks for itself."""
+    message = str(reason.get("message")).strip()
+    return message if reason.get("type") == "UserError" else f"{reason.get('type')}: {message}"
+
+
 def failure_text(run: Path, status: Status) -> str:
     """The last words on a failed run; the end of its log for a rank other than 0 that left no record."""
     reason, rank = status.reason or {}, status.first_failing_rank
     where = "" if rank is None else f" on rank {rank}"
-    lines = [f"failed with code {status.exit_code}{where}: {reason.get('type')}: {reason.get('message')}"]
+    lines = [f"failed with code {status.exit_code}{where}: {cause(reason)}"]
     if rank and not (run / "control" / f"error.{rank}.json").exists():
         log = LineReader(run / "ranks" / f"rank_{rank:05d}.log").new_lines()
         lines += [f"the end of rank {rank}'s log:", *(f"  {line}" for line in log[-TAIL:])]
-    lines += [f"logs: {run / 'ranks'}; the same command goes on from the newest checkpoint"]
+    again = "goes on from the newest checkpoint" if steps(run) else "starts anew"
+    lines += [f"logs: {run / 'ranks'}; the same command {again}"]
     return "\n".join(lines)

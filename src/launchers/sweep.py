@@ -18,7 +18,7 @@ from src.compose import compose_jobs
 from src.config import Config
 from src.errors import Problem, UserError
 from src.launchers.bar import Display
-from src.launchers.console import Console, clock
+from src.launchers.console import Console, clock, show_result
 from src.launchers.environment import cores
 from src.launchers.jobs import (
     ENDED,
@@ -58,7 +58,7 @@ def run_sweep(
     plans = [make_plan(job.config, job.overrides) for job in jobs]
     if configs[0].dry_run:
         for plan in plans:
-            print(dry_run_text(plan))
+            show_result(dry_run_text(plan))
         return 0
     for job, plan in zip(jobs, plans, strict=True):
         check_memory(plan)

@@ -22,17 +22,23 @@ from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
 from src.trainer.callbacks.tracking import trackers
+from src.trainer.checkpoint.agree import agree
 from src.trainer.checkpoint.find import find
 from src.trainer.checkpoint.load import load
 from src.trainer.checkpoint.weights import load_weights
 from src.trainer.data.corpus import open_data
+from src.trainer.data.keys import data_key
 from src.trainer.data.loader import Loader
+from src.trainer.data.order import Order
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
 from src.trainer.step import train_step
 from src.trainer.stop import StopRequest
+
+SHOWN = 8
+"""Samples that a message names."""
 
 
 def train(config: Config, directory: Path, attempt: int, runtime: Runtime, stop: StopRequest) -> bool:
@@ -64,7 +70,7 @@ def run_steps(run: Run, loader: Loader, metrics: Metrics, callbacks: Sequence[Ca
         while run.step < run.config.max_steps and not stopped:
             record, stop = train_step(run, loader, callbacks)
             metrics.add(record)
-            stopped = bool(stop.item()) and run.step < run.config.max_steps
+            stopped = stop and run.step < run.config.max_steps
             if stopped or run.step % run.config.logger.flush_every == 0 or must_flush(run):
                 flush(run, metrics, callbacks)
             for callback in callbacks:
@@ -79,10 +85,12 @@ def must_flush(run: Run) -> bool:
 
 
 def flush(run: Run, metrics: Metrics, callbacks: Sequence[Callback]) -> None:
-    """Write the metrics since the last flush; end the run if it met a value that is not finite."""
+    """Write the metrics since the last flush; end the run if one is not finite or had no target."""
     lines = metrics.flush()
     for callback in callbacks:
         callback.metrics(run, lines)
+    if metrics.empty_steps:
+        raise without_targets(run, metrics.empty_steps[0])
     if run.halted is not None and bool(run.halted.item()):
         bad = [str(line["step"]) for line in lines if line["skipped"]]
         raise UserError(
@@ -92,13 +100,34 @@ def flush(run: Run, metrics: Metrics, callbacks: Sequence[Callback]) -> None:
         )
 
 
+def without_targets(run: Run, step: int) -> UserError:
+    """The refusal of a step in whose global batch no token has a next one to predict (EVAL-4)."""
+    order, size = Order(run.config, len(run.data.train)), run.config.global_batch_size
+    samples = [order.at((step - 1) * size + slot).sample for slot in range(size)]
+    named = ", ".join(map(str, samples[:SHOWN])) + (f" and {size - SHOWN} more" if size > SHOWN else "")
+    return UserError(
+        f"no target in the whole batch of step {step}, samples {named} of {run.data.train.source.name}; "
+        "a larger global_batch_size, or data without such documents",
+        code=4,
+    )
+
+
 def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop: StopRequest) -> Run:
     """Data, backend and optimizer of this rank; one line tells what the run is made of (LOG-4)."""
-    data = open_data(config)
+    data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
     backend = backend_class(config.backend.name).build(config, runtime)
     optimizer = Optimizer(config.optimizer, backend.parameters, backend.specs)
     write_kernels(directory, runtime, backend.ops_record())
     return Run(config, directory, attempt, runtime, data, backend, optimizer, stop)
+
+
+def launched_key(config: Config, directory: Path) -> str | None:
+    """The data key that the launching process wrote; computed where a rank was started by other means."""
+    path = directory / "code.json"
+    if not path.exists():
+        return data_key(config)
+    key: str | None = json.loads(path.read_text())["data_key"]
+    return key
 
 
 def write_kernels(directory: Path, runtime: Runtime, record: dict[str, Any]) -> None:
@@ -140,9 +169,10 @@ def say(run: Run, text: str) -> None:
 def make_callbacks(run: Run) -> list[Callback]:
     """The callbacks that the config asks for, in the order in which they are called."""
     tracking = list(trackers(run))
-    evaluating = [Evaluating(tracking)] if run.config.evaluation.name == "heldout" else []
     dump = [DumpBatches()] if run.config.debug.dump_batches else []
-    return [*tracking, *dump, *evaluating, Checkpointing()]
+    listeners = [*tracking, *dump]
+    evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
+    return [*listeners, *evaluating, Checkpointing()]
 
 
 @contextmanager

@@ -79,6 +79,8 @@ class Metrics:
         self._first_step = run.step
         self._flops = flops_per_token(run.config.model, run.config.sequence_length)
         self._moe_layers = run.backend.moe_layers
+        self.empty_steps: list[int] = []
+        """Steps of the last flush without any target in the global batch (EVAL-4)."""
 
     def add(self, record: StepRecord) -> None:
         """Keep a step until the next flush."""
@@ -92,6 +94,7 @@ class Metrics:
         runtime = self._run.runtime
         sums = runtime.sum_world(torch.stack([r.sums for r in records])).tolist()
         shared = torch.stack([r.globals for r in records]).tolist()
+        self.empty_steps = [r.step for r, values in zip(records, shared, strict=True) if not values[3]]
         counts: list[Tensor | None] = [None] * len(records)
         if records[0].counts is not None:
             stacked = torch.stack([r.counts for r in records if r.counts is not None])

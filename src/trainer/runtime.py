@@ -17,8 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from src.config import Config, MeshConfig
+from src.durations import seconds
 from src.errors import UserError
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
 from src.trainer.parallel.precision import precision_of
@@ -126,7 +129,8 @@ def start(config: Config) -> Runtime:
     """Join the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment tell.
 
     Raises:
-        UserError: the environment has another number of ranks than the mesh (2), or no such device (3).
+        UserError: the environment has another number of ranks than the mesh (2), there is no such device
+            (3), or a rank does not come within `launcher.timeout` (6).
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -142,11 +146,27 @@ def start(config: Config) -> Runtime:
             "nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world,
-            store=dist.HashStore() if world == 1 else None,  # type: ignore[attr-defined]
+            store=dist.HashStore() if world == 1 else meet(config, rank, world),  # type: ignore[attr-defined]
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
     return join(config.mesh, rank, local_rank, device)
+
+
+def meet(config: Config, rank: int, world: int) -> Store:
+    """The store that MASTER_* names, once every rank is there; collectives wait longer than this."""
+    limit = timedelta(seconds=seconds(config.launcher.timeout))
+    absent = "the others"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=limit))
+        store.set(f"start/{rank}", "")
+        for other in range(world):
+            absent = f"rank {other}"
+            store.wait([f"start/{other}"], limit)
+    except dist.DistError as error:
+        message = f"timed out waiting for {absent}, launcher.timeout={config.launcher.timeout}"
+        raise UserError(f"{message}: see their logs, or let it wait longer", code=6) from error
+    return PrefixStore("default_pg", store)
 
 
 def join(mesh: MeshConfig, rank: int, local_rank: int, device: torch.device) -> Runtime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from src.trainer.backends.base import Backend
 from src.trainer.data.corpus import Data
 from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime
-from src.trainer.stop import StopRequest
+from src.trainer.stop import Agreement, StopRequest
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Run:
     backend: Backend
     optimizer: Optimizer
     stop: StopRequest
+    agreement: Agreement = field(default_factory=Agreement)
     step: int = 0
     """Optimizer steps finished."""
     tokens_total: int = 0

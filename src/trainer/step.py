@@ -17,11 +17,12 @@ from src.trainer.optimizer import clip_factor
 from src.trainer.state import Run
 
 
-def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple[StepRecord, Tensor]:
-    """Run one step and return its record and a device scalar that is positive if any rank was asked to stop.
+def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple[StepRecord, bool]:
+    """Run one step and return its record, and whether all ranks are to stop because one was asked to.
 
     All micro-batches are fetched first, so the global count of target tokens is known before the first
-    forward (ENG-4); nothing is read back from the device (ENG-8).
+    forward (ENG-4). Nothing waits for the kernels of this step (ENG-8); its time is the host's, which a GPU
+    holds back to that of the step before.
     """
     started = time.perf_counter()
     batch = loader.step(run.step)
@@ -37,6 +38,7 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
     run.optimizer.zero_grad()
     run.backend.finish_step(skip)
     run.step += 1
+    stop = run.agreement.reached(totals[2])
     record = StepRecord(
         step=run.step,
         sums=torch.stack([sums.loss.double(), sums.aux.double(), sums.z.double()]),
@@ -47,7 +49,7 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
         step_time=time.perf_counter() - started,
         data_time=data_time,
     )
-    return record, totals[2]
+    return record, stop
 
 
 def count_world(run: Run, batch: StepBatch) -> Tensor:

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from src.config import Config
 from src.errors import UserError
 
 PR_SET_PDEATHSIG = 1
@@ -45,7 +46,7 @@ def work(directory: Path) -> None:
     stop = StopRequest(directory / "control").install()
     config = load_config(directory / "config.yaml")
     runtime = start(config)
-    describe(directory, rank=runtime.rank)
+    describe(directory, config, runtime.rank)
     attempt = int(os.environ.get("MANYHEAD_ATTEMPT", "1"))
     stopped = train(config, directory, attempt, runtime, stop)
     if stopped and runtime.rank == 0:
@@ -53,18 +54,18 @@ def work(directory: Path) -> None:
     runtime.close()
 
 
-def describe(directory: Path, rank: int) -> None:
-    """The first line of a rank's log: what it runs (LOG-4)."""
+def describe(directory: Path, config: Config, rank: int) -> None:
+    """The first line of a rank's log: what it runs (LOG-4); `kernels.json` says what `auto` chose."""
     import torch
 
-    from src.compose import config_digest, load_config
+    from src.compose import config_digest
 
     code_path = directory / "code.json"
     code = json.loads(code_path.read_text()) if code_path.exists() else {}
-    digest = config_digest(load_config(directory / "config.yaml"))
     print(
-        f"rank {rank} pid {os.getpid()} config {digest[:12]} commit {code.get('commit')} "
-        f"data {code.get('data_key')} torch {torch.__version__} threads {torch.get_num_threads()}",
+        f"rank {rank} pid {os.getpid()} config {config_digest(config)[:12]} commit {code.get('commit')} "
+        f"data {code.get('data_key')} kernels {config.kernels.name} torch {torch.__version__} "
+        f"threads {torch.get_num_threads()}",
         flush=True,
     )
 

@@ -129,6 +129,65 @@ def _forbidden(*args: object, **kwargs: object) -> None:
     raise AssertionError(f"touched: {args}")
 
 
+def pipe(words: str, folder: Path) -> tuple[int, str]:
+    """Exit code of `train.py` in a shell line, and what it said on stderr."""
+    line = f"{sys.executable} {CHECKOUT}/train.py {words}; exit ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
+    return answer.returncode, answer.stderr
+
+
+def test_a_reader_who_goes_away_is_no_error(tmp_path: Path) -> None:
+    """CFG-17, HELP-1: into `head`, into a closed stdout: the code stays; a full disk is told."""
+    assert pipe("dry_run=true data=synthetic | true", tmp_path) == (0, "")
+    assert pipe("--help | true", tmp_path) == (0, "")
+    assert pipe("sead=1 >&- 2>&-", tmp_path) == (2, "")
+    assert pipe("dry_run=true data=synthetic >&-", tmp_path) == (0, "")
+    code, said = pipe("dry_run=true data=synthetic > /dev/full", tmp_path)
+    assert (code, said) == (1, "refused: stdout cannot be written: No space left on device\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seeds_share_data_and_splits_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SEED-2: `-m seed=0,1,2` is one data key, `-m data.split_seed=1,2` are two."""
+    monkeypatch.chdir(tmp_path)
+
+    def keys(swept: str) -> list[str]:
+        files = f"data.files=['{CHECKOUT}/docs/*.md']"
+        assert main(["-m", "data=text_files", files, swept, "dry_run=true"]) == 0
+        plans = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+        return [plan["data_key"] for plan in plans]
+
+    seeds, splits = keys("seed=0,1,2"), keys("data.split_seed=1,2")
+    assert (len(seeds), len(set(seeds)), None in seeds) == (3, 1, False)
+    assert (len(splits), len(set(splits))) == (2, 2)
+
+
+def test_a_site_file_that_is_no_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CFG-11, CFG-2: exit 2 with file and line, no traceback; of a run and of a sweep."""
+    site = tmp_path / "manyhead" / "site" / "default.yaml"
+    site.parent.mkdir(parents=True)
+    site.write_text("logger: [\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for words in (["data=synthetic"], ["-m", "data=synthetic", "seed=0,1"]):
+        assert main(words) == 2
+        assert f'"{site}", line 2' in capsys.readouterr().err
+
+
+def test_a_value_listed_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SWEEP-1: two equal jobs would meet in one directory, so the sweep does not start."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", "data=synthetic", "seed=0,1,0"]) == 2
+    assert "[data=synthetic seed=0]: is in the sweep more than once" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_flags_may_stand_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +221,12 @@ def test_a_sweep_is_refused_whole(
 
 @pytest.mark.parametrize(
     "words",
-    [["--config-name", "x"], ["--config-path=runs"], ["--experimental-rerun", "x"], ["--no-such-flag"]],
+    [
+        ["--config-name", "x"],
+        ["--config-path=runs"],
+        ["--experimental-rerun", "x"],
+        ["--no-such-flag"],
+    ],
 )
 def test_other_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """HYD-16, HYD-17: no way past the schema; argparse's errors are exit 2."""
@@ -178,6 +242,8 @@ def test_the_config_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seed: 5" in shown
     assert "pp: 2" in shown
     assert main(["--cfg", "job", "sead=5"]) == 2
+    assert main(["-m", "--cfg", "job", "seed=1,2"]) == 2
+    assert "do not go together" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_before_any_work(

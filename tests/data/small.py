@@ -78,3 +78,8 @@ def synthetic_config(rule: str, **changes: Any) -> Config:
 def prepared(config: Config) -> Prepared:
     """`prepare` without a word."""
     return prepare(config, lambda line: None)
+
+
+def start(root: Path, seed: int) -> None:
+    """A start in a process of its own; here, so that the process imports no test and no torch."""
+    prepared(small_config(root, tokenizer__kind="bpe", seed=seed))

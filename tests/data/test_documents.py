@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def test_lines_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     with gzip.open(tmp_path / "2.jsonl.gz", "wt", encoding="utf-8") as handle:
         handle.write(lines[2])
-    (tmp_path / "3.txt").write_bytes(b"x y\r\n\nlast")
-    assert read(tmp_path, unit="line") == (["ä\n", "b", "b", "x y", "last"], Tally(empty=2))
+    (tmp_path / "3.txt").write_bytes(b" x y\t\r\n\nlast")
+    assert read(tmp_path, unit="line") == (["ä\n", "b", "b", " x y\t", "last"], Tally(empty=2))
     (tmp_path / "4.csv").write_text("a,b")
     with pytest.raises(UserError, match=r"4\.csv.*\.jsonl"):
         read(tmp_path, unit="line")
@@ -90,6 +91,31 @@ def test_a_file_that_changes_while_it_is_read_fails_the_build(tmp_path: Path) ->
     Path(found[1].path).write_text("another text of another length")
     with pytest.raises(UserError, match=r"0001\.txt changed while it was read") as caught:
         list(stream)
+    assert caught.value.code == 4
+    stream = documents(config.data, tuple(matching_files(config.data.files)), Tally())
+    os.utime(tmp_path / "corpus" / "0000.txt", ns=(1, 1))
+    with pytest.raises(UserError, match=r"0000\.txt changed"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    "content", [b"not gzip", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], gzip.compress(b"x")[:12]]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    """The bad-input table: another header or a truncated file ends in 4 with its name, not in a traceback."""
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz") as caught:
+        read(tmp_path, unit="line")
+    assert caught.value.code == 4
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    """CORPUS-1, also where `data.identity=stat` opened nothing before."""
+    config = small_config(tmp_path)
+    found = tuple(matching_files(config.data.files))
+    (tmp_path / "corpus" / "0001.txt").unlink()
+    with pytest.raises(UserError, match=r"0001\.txt.*No such file") as caught:
+        list(documents(config.data, found, Tally()))
     assert caught.value.code == 4
 
 
@@ -164,3 +190,7 @@ def test_a_side_left_empty_is_an_error_with_the_counts(tmp_path: Path) -> None:
         sides(tmp_path, texts(7), data__holdout=1e-6)
     assert caught.value.code == 4
     assert sides(tmp_path, texts(7), data__holdout=0)[1] == []
+    with pytest.raises(UserError, match="0 training and 7 held-out"):
+        sides(tmp_path, texts(7), data__holdout=1 - 1e-12)
+    with pytest.raises(UserError, match="holds no document with text"):
+        sides(tmp_path, ["", ""])

@@ -37,7 +37,7 @@ from pathlib import Path
 from tests.data.small import small_config
 from src.trainer.data import keys
 config = small_config(Path({str(tmp_path)!r}), tokenizer__kind="bpe")
-print(keys.data_key(config), keys.tokenizer_key(config))
+print(keys.data_key(config), keys.identify(config).tokenizer_key)
 print(*{{"torch", "tokenizers", "datasets", "transformers"}} & set(sys.modules))
 """
     found = set()
@@ -96,7 +96,33 @@ def test_what_enters(tmp_path: Path, changes: dict[str, Any], tokenizer_changes:
     before = small_config(tmp_path, tokenizer__kind="bpe")
     after = small_config(tmp_path, tokenizer__kind="bpe", **changes)
     assert keys.data_key(before) != keys.data_key(after)
-    assert (keys.tokenizer_key(before) != keys.tokenizer_key(after)) == tokenizer_changes
+    one, two = keys.identify(before), keys.identify(after)
+    assert (one.tokenizer_key != two.tokenizer_key) == tokenizer_changes
+
+
+def test_a_key_is_pinned(tmp_path: Path) -> None:
+    """STORE-3: only a change of `format` invalidates; any other that moves this key empties every store."""
+    config = small_config(tmp_path, write_corpus(tmp_path / "c", ["a\n", "b\n"]))
+    assert keys.data_key(config) == "384292547cc03cc0"
+    assert keys.data_key(small_config(tmp_path, tmp_path / "c", data__holdout=0)) == keys.data_key(
+        small_config(tmp_path, tmp_path / "c", data__holdout=0.0)
+    )
+
+
+def test_the_library_that_trains_enters_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TOK-4: another version may merge otherwise; bytes need none."""
+    trained, plain = small_config(tmp_path, tokenizer__kind="bpe"), small_config(tmp_path)
+    before = keys.data_key(trained), keys.data_key(plain)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"99 of {name}")
+    assert keys.data_key(trained) != before[0]
+    assert keys.data_key(plain) == before[1]
+
+
+def test_identity_by_stat_is_recorded(tmp_path: Path) -> None:
+    """CORPUS-4: who reads the manifest sees that no content was hashed."""
+    assert "identity" not in keys.identify(small_config(tmp_path)).record["corpus"]
+    record = keys.identify(small_config(tmp_path, data__identity="stat")).record
+    assert record["corpus"]["identity"] == "stat"
 
 
 def test_the_text_key_enters_where_it_is_read(tmp_path: Path) -> None:
@@ -158,6 +184,16 @@ def test_a_broken_cache_costs_only_time(tmp_path: Path) -> None:
     cache.write_text("\n".join([lines[0][:40], "", "x", *lines[2:]]))
     assert keys.identify(config, remember=True) == identity
     assert set(lines) <= set(cache.read_text().splitlines())
+    cache.write_bytes(b"\xff\xfe\x00")
+    assert keys.identify(config) == identity
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    """CORPUS-4 below a store that is read-only: here there is a file where its directory would be."""
+    config = small_config(tmp_path)
+    settle(tmp_path / "corpus")
+    (tmp_path / "store").write_text("no directory")
+    assert keys.identify(config, remember=True) == keys.identify(config)
 
 
 @pytest.mark.slow
@@ -218,10 +254,15 @@ def test_identity_of_a_hugging_face_tokenizer_is_content(tmp_path: Path) -> None
     special = hf_directory(tmp_path / "special", HF, bos_token={"content": "<s>"})
     chat = hf_directory(tmp_path / "chat", HF, chat_template="{{ messages }}")
 
-    def key(path: Path) -> str | None:
-        return keys.tokenizer_key(small_config(tmp_path, tokenizer__kind="hf", tokenizer__path=str(path)))
+    apart = hf_directory(tmp_path / "apart", HF)
+    (apart / "chat_template.jinja").write_text("{{ messages }}")
+
+    def key(path: Path) -> str:
+        config = small_config(tmp_path, tokenizer__kind="hf", tokenizer__path=str(path))
+        return keys.identify(config).tokenizer_key
 
     assert key(plain) == key(used)
+    assert key(chat) == key(apart)
     assert len({key(p) for p in (plain, other, special, chat)}) == 4
     config = small_config(tmp_path, tokenizer__kind="hf", tokenizer__path=str(plain))
     assert keys.vocab_size(config) == 7
@@ -256,6 +297,7 @@ def bad(**changes: Any) -> Config:
         (synthetic_config("uniform", tokenizer__kind="bpe", model__vocab_size=63), ["63", "64", "TOK-3"]),
         (synthetic_config("uniform", data__ids=3), ["data.ids"]),
         (synthetic_config("uniform", data__documents=0), ["data.documents"]),
+        (synthetic_config("rules", sequence_length=2), ["sequence_length", "EVAL-4"]),
     ],
 )
 def test_what_is_refused(config: Config, words: list[str]) -> None:
@@ -279,7 +321,6 @@ def test_synthetic_data_has_no_key_and_touches_nothing(
     monkeypatch.chdir(tmp_path)
     config = synthetic_config("uniform")
     assert keys.data_key(config) is None
-    assert keys.tokenizer_key(config) is None
     assert keys.vocab_size(config) == 64
     assert prepared(config).key is None
     assert list(tmp_path.iterdir()) == []

@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from src.trainer.data import lease as module
-from src.trainer.data.lease import Lease, LeaseHeld, LeaseLost, Owner, Watch, beat_path, claim, read_owner
+from src.trainer.data.lease import Lease, LeaseHeld, LeaseLost, Watch, beat_path, claim
+from src.trainer.data.owner import Owner, read_owner
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +69,69 @@ def test_the_holder_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (uuid, int(counter) > 0) == (held.owner.uuid, True)
 
 
+def test_a_beat_is_replaced_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-2: a waiter never reads half of one; it is a new file each time."""
+    with claim(path) as held, beat_path(path).open() as old:
+        held._beat(1)
+        assert os.fstat(old.fileno()).st_ino != beat_path(path).stat().st_ino
+        assert old.read() == f"{held.owner.uuid} 0\n"
+
+
+def test_a_hiccup_of_the_storage_does_not_end_the_beat(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-2: the holder lives on, or a waiter would rob it 30 s later."""
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    plain, went_on = Lease._beat, threading.Event()
+
+    def beat_badly(self: Lease, counter: int) -> None:
+        if counter == 1:
+            raise OSError("stale file handle")
+        plain(self, counter)
+        if counter > 1:
+            went_on.set()
+
+    monkeypatch.setattr(Lease, "_beat", beat_badly)
+    with claim(path):
+        assert went_on.wait(10)
+
+
+def test_release_waits_for_the_beat_under_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat written after the release would stand beside the next holder's lease."""
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    plain, under_way = Lease._beat, threading.Event()
+
+    def beat_slowly(self: Lease, counter: int) -> None:
+        if counter:
+            under_way.set()
+            time.sleep(0.2)
+        plain(self, counter)
+
+    monkeypatch.setattr(Lease, "_beat", beat_slowly)
+    with claim(path) as held:
+        assert under_way.wait(10)
+    held._thread.join(10)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_beating_holder_on_another_host_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-2: seen by its beat, since its pid means nothing here."""
+    owner = foreign(path)
+    counts = iter(range(50))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: beat(path, next(counts)))
+    with pytest.raises(LeaseHeld, match=r"elsewhere") as caught:
+        claim(path)
+    assert caught.value.owner == owner
+
+
+@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"boot_id": "an earlier boot"}, {"pid_start": ""}])
+def test_only_a_pid_of_this_kernel_is_looked_up(path: Path, change: dict[str, str]) -> None:
+    """LEASE-2: same host and boot, or the pid says nothing and silence decides."""
+    path.parent.mkdir()
+    owner = dataclasses.replace(Owner.here(""), pid=2**22 + 1, pid_start="7")
+    for found, verdict in ((owner, "dead"), (dataclasses.replace(owner, **change), "silent")):
+        path.write_text(json.dumps(dataclasses.asdict(found)))
+        assert Watch(path).verdict() == verdict
+
+
 def test_silence_is_measured_by_the_waiter(path: Path) -> None:
     """LEASE-2: 30 s without a change of the beat, whatever the file times say."""
     foreign(path)
@@ -98,11 +163,11 @@ def test_another_holder_starts_the_clock_again(path: Path) -> None:
     assert watch.owner.uuid == "second"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"uuid": "x"}', "[]"])
-def test_a_lease_that_was_never_written_dies_of_silence(path: Path, text: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"{", b'{"uuid": "x"}', b"[]", b"\xff\x00"])
+def test_a_lease_that_was_never_written_dies_of_silence(path: Path, content: bytes) -> None:
     """A builder killed between creating and writing its lease."""
     path.parent.mkdir()
-    path.write_text(text)
+    path.write_bytes(content)
     clock = Clock()
     watch = Watch(path, clock)
     assert watch.verdict() == "silent"

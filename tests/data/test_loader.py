@@ -130,6 +130,8 @@ def test_an_error_is_raised_at_its_step_and_named(root: Path) -> None:
         place = f"sample {sample}, document {document}, tokens {start} to {start + length}"
         with pytest.raises(RuntimeError, match=rf"step 2: .*train\.bin: {place}: disk on fire"):
             loader.step(2)
+        loader._thread.join(10)
+        assert not loader._thread.is_alive(), "nothing is read after an error"
 
 
 def test_stopping_does_not_wait_for_prefetch(root: Path) -> None:
@@ -166,6 +168,25 @@ def test_the_reader_stays_ahead_by_its_depth(root: Path) -> None:
         assert spy.reads == 6
 
 
+def test_buffers_are_pinned_where_there_is_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOAD-1: every tensor of a micro-batch, and the batch is the same; on a CPU nothing is pinned."""
+    data = opened(root)
+    (plain,) = load(data, range(1))
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for platform, count in (("cpu", 0), ("cuda", 1)):
+        data.config.platform.name = platform
+        assert same(Loader(data.config, data, 0, 1, 0).read(0), plain)
+        tensors = [t for m in plain.micro_batches for t in vars(m).values() if isinstance(t, torch.Tensor)]
+        assert sum(pinned) == count * sum(t.numel() for t in tensors)
+
+
 def evaluate(data: Data, coordinates: int) -> tuple[list[list[MicroBatch]], list[int]]:
     rounds = [list(heldout_batches(data.config, data, d, coordinates)) for d in range(coordinates)]
     return rounds, [s for r in rounds for m in r for s in m.samples]
@@ -183,7 +204,7 @@ def test_each_held_out_sample_is_evaluated_once(
     wanted = heldout_order(data.config, len(data.heldout))
     assert len(wanted) == (len(data.heldout) if samples is None else samples)
     assert sorted(s for s in taken if s >= 0) == sorted(wanted)
-    assert len({len(r) for r in rounds}) == 1
+    assert {len(r) for r in rounds} == {-(-len(wanted) // (coordinates * size))}
     assert len(taken) == len(rounds) * len(rounds[0]) * size
     tokens = sum(m.target_tokens for r in rounds for m in r)
     assert tokens == sum(data.heldout.micro_batch([s]).target_tokens for s in wanted)

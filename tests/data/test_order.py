@@ -62,6 +62,7 @@ def test_epochs_are_full_and_differ() -> None:
     assert all(sorted(epoch) == list(range(45)) for epoch in epochs)
     assert all(a != b for a, b in itertools.combinations(epochs, 2))
     assert [order.at(p).epoch for p in (0, 44, 45, 89, 90)] == [0, 0, 1, 1, 2]
+    assert len({tuple(samples(order, range(e * 45, e * 45 + 9))) for e in range(100)}) == 100
 
 
 def test_drop_cuts_each_epoch_in_permuted_order() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.trainer.data.batch import MicroBatch
+from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.data.corpus import open_data
 from src.trainer.data.pack import Plan, cut, make_plan
 from src.trainer.data.packed import FILLER, NO_TARGET, Packed
@@ -183,6 +183,21 @@ def test_a_micro_batch_is_dense_only_if_all_its_samples_are() -> None:
     full = packed.micro_batch([1])
     assert full.cu_seqlens is not None
     assert full.real_BS is None
+
+
+def test_pads_count_nowhere() -> None:
+    """PACK-4: one last segment that counts neither as target nor as token, in any sample length."""
+    documents = numbered([5, 3])
+    for positions in (5, 8, 11):
+        packed = pack(documents, positions, "none")
+        step = StepBatch(tuple(packed.micro_batch([i]) for i in range(2)), epoch=0)
+        assert (step.tokens, step.target_tokens) == (8, 6)
+        for micro_batch, length in zip(step.micro_batches, (5, 3), strict=True):
+            if positions > length:
+                assert micro_batch.cu_seqlens is not None
+                assert micro_batch.cu_seqlens.tolist() == [0, length, positions]
+                assert micro_batch.real_BS is not None
+                assert micro_batch.real_BS.sum() == length
 
 
 def test_a_filler_is_all_pads() -> None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts import prepare_data
 from src.errors import UserError
 from src.trainer.data import encode, prepare
+from src.trainer.data.bpe import build_bpe
 from src.trainer.data.corpus import open_data
+from src.trainer.data.documents import Document, Tally
+from src.trainer.data.lease import LeaseLost, claim
 from src.trainer.data.prepare import Prepared
+from src.trainer.data.store import Store
 from src.trainer.data.tokenizer import ByteTokenizer, LibraryTokenizer
-from tests.data.small import prepared, small_config, texts, write_corpus
+from tests.data.small import prepared, small_config, start, texts, write_corpus
 
 
 @pytest.fixture
@@ -57,10 +65,6 @@ def contents(path: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir()}
 
 
-def start(root: Path, seed: int) -> None:
-    prepared(small_config(root, tokenizer__kind="bpe", seed=seed))
-
-
 @pytest.mark.slow
 def test_four_starters_on_an_empty_store_build_once(tmp_path: Path) -> None:
     """PREP-1 with concurrent processes."""
@@ -70,7 +74,7 @@ def test_four_starters_on_an_empty_store_build_once(tmp_path: Path) -> None:
     for starter in starters:
         starter.start()
     for starter in starters:
-        starter.join(60)
+        starter.join(120)
     assert [starter.exitcode for starter in starters] == [0] * 4
     store = tmp_path / "store"
     assert sorted(p.name for p in store.iterdir()) == ["hashes", "packs", "tokenizers", "tokens"]
@@ -124,6 +128,71 @@ def test_a_killed_worker_fails_the_stage(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list((tmp_path / "store" / "tokens").glob(".tmp*"))
 
 
+def test_workers_are_spawned_and_alone_silence_their_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PREP-9: the pool is asked for spawned processes, whose first act sets the variable."""
+    seen: list[object] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers: int, context: Any, first: Any) -> None:
+            seen.extend([workers, context.get_start_method(), first])
+            super().__init__(workers)
+
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    assert prepared(small_config(tmp_path, data__prepare__workers=3)).built
+    assert seen == [3, "spawn", encode._start_worker]
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    encode._start_worker()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_few_batches_wait_for_workers() -> None:
+    """PREP-10: what is in memory is bounded by the look-ahead, not by the corpus; the order is kept."""
+    made = []
+
+    def batches() -> Any:
+        for i in range(50):
+            made.append(i)
+            yield [Document(str(i), 1, "")]
+
+    def submit(found: list[str]) -> Any:
+        done: Future[list[str]] = Future()
+        done.set_result([f"ids of {found[0]}"])
+        return done
+
+    got = []
+    for (document,), (ids,) in encode._in_order(batches(), submit, 6):
+        got.append(document.text)
+        assert ids == f"ids of {document.text}"
+        assert len(made) - len(got) <= 6
+    assert got == [str(i) for i in range(50)]
+
+
+def test_a_robbed_builder_stops_at_its_next_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-4: tokenising an hour of text for nobody helps nobody; so with the tokenizer's sample."""
+    monkeypatch.setattr(encode, "BATCH_BYTES", 1)
+    config = small_config(tmp_path)
+    held = claim(tmp_path / "lease")
+    read = []
+
+    def corpus() -> Any:
+        for i in range(9):
+            read.append(i)
+            if i == 3:
+                held.path.unlink(missing_ok=True)
+            yield Document(f"text {i}", 6, hashlib.sha256(str(i).encode()).hexdigest())
+
+    with pytest.raises(LeaseLost):
+        encode.build_tokens(config, corpus(), Tally(), None, tmp_path, held)
+    assert read == [0, 1, 2, 3]
+    with pytest.raises(LeaseLost):
+        build_bpe(corpus, config.tokenizer, tmp_path, held)
+    assert not (tmp_path / "tokenizer.json").exists()
+    held.release()
+
+
 def kill_worker(*_: object) -> None:
     os.kill(os.getpid(), 9)
 
@@ -140,14 +209,52 @@ def test_preparation_changes_no_value(tmp_path: Path) -> None:
 def test_never_names_key_and_command_at_once(tmp_path: Path) -> None:
     """PREP-3."""
     config = small_config(tmp_path, data__prepare__where="never")
+    for path in (tmp_path / "corpus").iterdir():
+        os.utime(path, (1, 1))
     started = time.monotonic()
     with pytest.raises(UserError, match=r"[0-9a-f]{16} is not ready.*prepare_data\.py") as caught:
         prepared(config)
     assert time.monotonic() - started < 1
     assert caught.value.code == 4
     assert not (tmp_path / "store").exists()
-    key = prepared(small_config(tmp_path)).key
-    assert prepared(config).key == key
+    found = prepared(small_config(tmp_path))
+    assert prepared(config) == Prepared(found.key, found.path, False)
+    config.sequence_length = 77
+    with pytest.raises(UserError, match=r"packs.*manifest\.json is missing.*prepare_data\.py build"):
+        prepared(config)
+    assert len(list((tmp_path / "store" / "packs").glob("*/manifest.json"))) == 1
+
+
+def test_a_tokenizer_that_is_gone_is_trained_again(tmp_path: Path) -> None:
+    """STORE-5 for all three artifacts: tokens that are ready do not hide a tokenizer that is not."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    prepared(config)
+    (tokenizer,) = (tmp_path / "store" / "tokenizers").glob("*/tokenizer.json")
+    before = tokenizer.read_bytes()
+    tokenizer.unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        open_data(config)
+    assert not prepared(config).built
+    assert tokenizer.read_bytes() == before
+    assert open_data(config).tokenizer is not None
+
+
+def test_a_ready_store_is_read_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STORE-3: on a read-only file system a second start works, though it has hashes to remember."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    first = prepared(config)
+    for path in (tmp_path / "corpus").iterdir():
+        os.utime(path, (1, 1))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")}
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("mkdir", "write_text", "write_bytes", "replace", "rename", "unlink"):
+        monkeypatch.setattr(Path, name, read_only)
+    assert prepared(config).path == first.path
+    open_data(config)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")} == before
 
 
 def test_nothing_depends_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +265,26 @@ def test_nothing_depends_on_the_working_directory(tmp_path: Path, monkeypatch: p
     before = set(tmp_path.rglob("*"))
     prepared(config)
     assert all(p.is_relative_to(tmp_path / "store") for p in set(tmp_path.rglob("*")) - before)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_the_space_that_a_full_disk_is_told_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """STORE-8: for each of the artifacts."""
+    needs: dict[str, int] = {}
+    plain = Store.ensure
+
+    def ensure(self: Store, section: str, record: Any, build: Any, space: int) -> Any:
+        needs[section] = space
+        return plain(self, section, record, build, space)
+
+    monkeypatch.setattr(Store, "ensure", ensure)
+    prepared(small_config(tmp_path, tokenizer__kind=kind))
+    for section, space in needs.items():
+        files = [p for p in (tmp_path / "store" / section).glob("*/*") if p.name != "manifest.json"]
+        assert 0 < sum(p.stat().st_size for p in files) <= space
+    assert len(needs) == (3 if kind == "bpe" else 2)
 
 
 def test_open_data_builds_nothing(tmp_path: Path) -> None:
@@ -220,3 +347,37 @@ def test_the_command_builds_and_verifies(tmp_path: Path, capsys: pytest.CaptureF
     assert prepare_data.main(["build", "--verify", *overrides]) == 4
     assert "heldout.bin" in capsys.readouterr().err
     assert prepare_data.main(["build", "data.holdot=1"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("repetition", range(20))
+def test_four_starters_build_once_time_and_again(tmp_path: Path, repetition: int) -> None:
+    """STORE-4, LEASE-1: 20 times."""
+    test_four_starters_on_an_empty_store_build_once(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_killed_at_random_times_the_next_start_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """STORE-4, STORE-5, LEASE-2: nothing is taken for whole that is not, at 10 random times of death."""
+    config = small_config(tmp_path, write_corpus(tmp_path / "corpus", texts(400)), tokenizer__kind="bpe")
+    started = time.monotonic()
+    start_and_wait(tmp_path)
+    duration = time.monotonic() - started
+    key, path = prepared(config).key, prepared(config).path
+    assert path is not None
+    expected = contents(path)
+    for draw in random.Random(3).choices(range(100), k=10):
+        shutil.rmtree(tmp_path / "store")
+        start_and_wait(tmp_path, kill_after=duration * draw / 100)
+        assert (prepared(config).key, contents(path)) == (key, expected)
+        assert not list((tmp_path / "store").glob("*/.tmp*"))
+
+
+def start_and_wait(root: Path, kill_after: float | None = None) -> None:
+    starter = multiprocessing.get_context("spawn").Process(target=start, args=(root, 0))
+    starter.start()
+    starter.join(kill_after)
+    starter.kill()
+    starter.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ DAMAGE = {
     "manifest missing": (lambda d: (d / "manifest.json").unlink(), "manifest.json"),
     "manifest empty": (lambda d: os.truncate(d / "manifest.json", 0), "manifest.json"),
     "manifest cut": (lambda d: os.truncate(d / "manifest.json", 100), "manifest.json"),
+    "directory a file": (lambda d: (shutil.rmtree(d), d.touch()), "manifest.json"),
     "manifest a list": (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json"),
     "manifest edited": (
         lambda d: (d / "manifest.json").write_text((d / "manifest.json").read_text().replace("3", "4", 1)),
@@ -158,6 +160,68 @@ def test_a_full_disk_says_what_is_needed_and_leaves_nothing(
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("place", ["lease", "beat"])
+def test_a_disk_that_is_full_from_the_start_leaves_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """STORE-8, LEASE-1: the next starter need not wait for a holder that never was."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if place == "lease":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr(Path, "replace", full)
+        with pytest.raises(UserError, match=r"no space left.*needs up to 1\.0 MiB"):
+            ensure(make(tmp_path / "new"), lambda *_: pytest.fail("built without a durable lease"))
+    assert names(tmp_path) == []
+    assert ensure(make(tmp_path / "new"), Builder())[1]
+
+
+def test_a_store_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:
+    """Code 4 with the path and the system's reason; what is there already is found without writing."""
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=rf"cannot build below paths\.data={tmp_path}/file: .*Not a dir"
+    ) as caught:
+        ensure(make(tmp_path / "file"), Builder())
+    assert caught.value.code == 4
+
+
+def test_an_error_of_the_system_ends_the_build(tmp_path: Path) -> None:
+    """Only a robbed builder goes back to waiting; one that holds its lease tells the cause once."""
+    calls = []
+
+    def build(directory: Path, lease: Lease) -> Record:
+        calls.append(1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/some/file")
+
+    with pytest.raises(UserError, match="/some/file: Input/output error") as caught:
+        ensure(make(tmp_path), build)
+    assert (caught.value.code, len(calls), names(tmp_path)) == (4, 1, [])
+
+
+def test_nothing_is_published_before_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STORE-4: files, then the manifest, then the directory, then the rename, then its parent."""
+    events: list[str] = []
+    sync, rename = module._sync, os.rename
+
+    def note_sync(path: Path) -> None:
+        events.append(path.name if path.is_file() else "parent" if path.name == "tokens" else "directory")
+        sync(path)
+
+    def note_rename(source: Any, target: Any) -> None:
+        events.extend(["rename"] * (Path(target).name == KEY))
+        rename(source, target)
+
+    monkeypatch.setattr(module, "_sync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    ensure(make(tmp_path), Builder())
+    assert events == ["a.bin", "b.idx", "manifest.json", "directory", "rename", "parent"]
+
+
 def test_what_a_killed_builder_left_goes_with_the_next_build(tmp_path: Path) -> None:
     left = tmp_path / "tokens" / f".tmp-{KEY}-host-1-abc"
     other = tmp_path / "tokens" / ".tmp-0000000000000000-host-1-abc"
@@ -225,7 +289,7 @@ def test_a_robbed_builder_publishes_nothing_and_takes_what_the_thief_built(tmp_p
         rob(tmp_path)
         ensure(make(tmp_path), thief)
         assert not directory.exists(), "a thief removes what the robbed one wrote"
-        return Builder(b"ours")(directory, lease)
+        raise UserError("some reader's words for a file that is gone")
 
     artifact, built = ensure(make(tmp_path, lines), build)
     assert not built
@@ -280,3 +344,19 @@ def test_a_wait_ends_naming_the_owner_and_the_likely_cause(tmp_path: Path) -> No
     with lease, pytest.raises(UserError, match=rf"{lease.owner.pid} on .*shared") as caught:
         ensure(make(tmp_path, timeout=0.25), Builder())
     assert caught.value.code == 4
+
+
+def test_waits_double_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEASE-5's polls: 0.1 s, doubling to 2 s."""
+    lease = Lease.take(tmp_path / "tokens" / f"{KEY}.d" / "lease")
+    assert lease is not None
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 8:
+            lease.release()
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    assert ensure(make(tmp_path), Builder())[1]
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]

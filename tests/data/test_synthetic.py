@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from src.trainer.data.baselines import count_lines
+from src.trainer.data.baselines import Baselines, count_lines, measure
 from src.trainer.data.corpus import Data, open_data
 from src.trainer.data.packed import NO_TARGET
 from src.trainer.data.synthetic import FREQUENT_KEY_SHARE, SyntheticSource, rule_table
@@ -92,6 +92,20 @@ def test_lengths_by_rule(rule: str, dense: bool) -> None:
     batches = [data.train.micro_batch([i]) for i in range(len(data.train))]
     assert all((b.cu_seqlens is None) == dense for b in batches if b.real_BS is not None or dense)
     assert len(data.heldout.source.lengths) == 5
+    more = open_data(synthetic_config(rule, data__documents=41))
+    assert len(more.heldout.source.lengths) == 6
+
+
+@pytest.mark.parametrize("positions", [3, 4, 17])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_sample_has_a_target(rule: str, positions: int) -> None:
+    """EVAL-4: so that no step is without any."""
+    data = open_data(synthetic_config(rule, sequence_length=positions, global_batch_size=2))
+    assert all(
+        side.micro_batch([i]).target_tokens > 0
+        for side in (data.train, data.heldout)
+        for i in range(len(side))
+    )
 
 
 def test_repeat_and_zipf_do_what_their_names_say() -> None:
@@ -143,6 +157,14 @@ def test_lines_are_their_formulas() -> None:
     assert sum(
         math.exp(-count_lines(train, (np.array([4]), np.array([t])), 23)[1]) for t in range(23)
     ) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("is_train_empty", [True, False])
+def test_a_side_without_pairs_has_no_lines(is_train_empty: bool) -> None:
+    """EVAL-5: nothing to count, or nothing to measure on."""
+    some, none = (np.array([1, 2]), np.array([2, 3])), (np.array([], np.int64), np.array([], np.int64))
+    train, heldout = (none, some) if is_train_empty else (some, none)
+    assert measure(train, heldout, 5, 2.5) == Baselines(math.log(5), None, None, 2.5)
 
 
 def test_lines_of_a_corpus_count_pairs_within_documents(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -122,6 +123,27 @@ print(hashlib.sha256(train_bpe(texts(), 400).encode()).hexdigest())
     assert found == {hashlib.sha256(trained.encode()).hexdigest()}
 
 
+def test_merges_stay_within_words(trained: str) -> None:
+    """TOK-4: as GPT-2's pattern cuts text, no entry holds a blank anywhere but at its start."""
+    entries = json.loads(trained)["model"]["vocab"]
+    assert max(map(len, entries)) > 4
+    assert not [entry for entry in entries if "Ġ" in entry[1:] and entry.strip("Ġ")]
+
+
+def test_neighbours_of_the_first_tokens_alone(tmp_path: Path) -> None:
+    """EVAL-5 of a large corpus: counts stop at a number of tokens, in the middle of a document."""
+    with TokenWriter(tmp_path, "train", 300) as writer:
+        for ids in ([1, 2, 3], [4, 5], [6, 7, 8, 9]):
+            writer.add(np.array(ids))
+    found = TokenFile(tmp_path, "train", 300)
+    pairs = {
+        limit: [*zip(*(x.tolist() for x in found.neighbours(limit)), strict=True)] for limit in (2, 3, 7, 99)
+    }
+    assert pairs[99] == [(1, 2), (2, 3), (4, 5), (6, 7), (7, 8), (8, 9)]
+    assert [len(pairs[limit]) for limit in (2, 3, 7)] == [1, 2, 4]
+    assert all(pairs[limit] == pairs[99][: len(pairs[limit])] for limit in pairs)
+
+
 def test_split_seeds_share_the_tokenizer(tmp_path: Path) -> None:
     """TOK-4, STORE-3: other held-out documents, the same entries; both artifacts stay."""
     first = small_config(tmp_path, tokenizer__kind="bpe")
@@ -158,6 +180,52 @@ def test_a_directory_of_hugging_face_files(tmp_path: Path, trained: str) -> None
     assert caught.value.code == 2
 
 
+def test_another_tokenizer_is_refused_at_the_start(tmp_path: Path) -> None:
+    """TOK-3: its files changed between preparation and a rank's start."""
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(train_bpe(texts(), 400))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    config = small_config(tmp_path, tokenizer__kind="hf", tokenizer__path=str(directory))
+    key = prepared(config).key
+    open_data(config, key)
+    (directory / "tokenizer.json").write_text(train_bpe(texts(), 300))
+    with pytest.raises(
+        UserError, match=r"tokenizer [0-9a-f]{16} of the config is not [0-9a-f]{16}"
+    ) as caught:
+        open_data(config, key)
+    assert caught.value.code == 2
+
+
+def test_a_tokenizer_trained_otherwise_is_refused(tmp_path: Path) -> None:
+    """TOK-3: the recipe's name is the same, the content is not that of the data."""
+    config = small_config(tmp_path, tokenizer__kind="bpe")
+    prepared(config)
+    data = open_data(config)
+    other = dataclasses.replace(data, manifest={**data.manifest, "tokenizer": "0" * 64})
+    assert data.tokenizer is not None
+    with pytest.raises(UserError, match=rf"{data.manifest['tokenizer'][:16]} is not 0000") as caught:
+        _ = other.tokenizer
+    assert caught.value.code == 2
+
+
+def test_text_without_a_token_leaves_nothing_to_learn_from(tmp_path: Path) -> None:
+    """A tokenizer that knows none of the characters: each document is its EOS alone."""
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, EOS: 2}, "merges": []}
+    added = {"id": 2, "content": EOS, "special": True, "normalized": False}
+    added |= {"single_word": False, "lstrip": False, "rstrip": False}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": [added]}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    corpus = write_corpus(tmp_path / "c", [f"{i}" for i in range(9)])
+    config = small_config(tmp_path, corpus, tokenizer__kind="hf", tokenizer__path=str(directory))
+    prepared(config)
+    with pytest.raises(UserError, match="no two tokens in a row") as caught:
+        open_data(config)
+    assert caught.value.code == 4
+
+
 def test_ids_up_to_151_935_and_long_documents(tmp_path: Path) -> None:
     """STORE-6."""
     documents = [[151_935, 0, 65_536], list(np.arange(70_000) % 131), [65_535]]
@@ -165,7 +233,7 @@ def test_ids_up_to_151_935_and_long_documents(tmp_path: Path) -> None:
         for ids in documents:
             writer.add(np.array(ids))
     assert (writer.max_id, writer.documents, writer.tokens) == (151_935, 3, 70_004)
-    found = TokenFile(tmp_path, "train", {"dtype": dtype_for(151_936)})
+    found = TokenFile(tmp_path, "train", 151_936)
     assert [found.read(i, 0, n).tolist() for i, n in enumerate(found.lengths)] == documents
     assert found.read(1, 69_990, 10).tolist() == documents[1][69_990:]
 
@@ -182,18 +250,29 @@ def test_the_width_follows_the_vocabulary(tmp_path: Path, vocab_size: int, dtype
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    """Truncated or odd `.bin`, offsets that do not increase: code 4, the file named."""
+    """STORE-6 on open: truncated or odd files, another width, unordered offsets: 4, file, place."""
     with TokenWriter(tmp_path, "train", 300) as writer:
         for ids in ([1, 2, 3], [4], [5, 6]):
             writer.add(np.array(ids))
-    manifest = {"dtype": "uint16"}
-    TokenFile(tmp_path, "train", manifest).check_order()
+    assert TokenFile(tmp_path, "train", 300).lengths.tolist() == [3, 1, 2]
+    with pytest.raises(UserError, match=r"train\.bin has 12 bytes.*6 ids of uint32"):
+        TokenFile(tmp_path, "train", 65_537)
     for size in (11, 10, 0):
         os.truncate(tmp_path / "train.bin", size)
         with pytest.raises(UserError, match=rf"train\.bin has {size} bytes.*6 ids") as caught:
-            TokenFile(tmp_path, "train", manifest)
+            TokenFile(tmp_path, "train", 300)
         assert caught.value.code == 4
     os.truncate(tmp_path / "train.bin", 12)
-    (tmp_path / "train.idx").write_bytes(np.array([0, 4, 3, 6], "<i8").tobytes())
-    with pytest.raises(UserError, match="document 2"):
-        TokenFile(tmp_path, "train", manifest).check_order()
+    for offsets, words in (
+        ([0, 4, 3, 6], "offset 2 is 3"),
+        ([0, 3, 3, 6], "offset 2"),
+        ([1, 6], "offset 0 is 1"),
+    ):
+        (tmp_path / "train.idx").write_bytes(np.array(offsets, "<i8").tobytes())
+        with pytest.raises(UserError, match=rf"train\.idx: {words}") as caught:
+            TokenFile(tmp_path, "train", 300)
+        assert caught.value.code == 4
+    for content in (b"", b"\0" * 9):
+        (tmp_path / "train.idx").write_bytes(content)
+        with pytest.raises(UserError, match=rf"train\.idx has {len(content)} bytes"):
+            TokenFile(tmp_path, "train", 300)

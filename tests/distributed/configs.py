@@ -62,9 +62,15 @@ EXTRA = {
             for block in (24, 12, 8)
         ),
     ],
-    4: [Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES],
+    4: [
+        *(Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES),
+        Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "packed", "fp64"),
+        Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "dense", "fp32"),
+        Case(MeshConfig("rep2dp2", rep=2, dp=2), "1f1b", "packed", "fp32"),
+    ],
 }
-"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages."""
+"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages, and
+replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
 
 
 def matrix(ranks: int) -> list[Case]:

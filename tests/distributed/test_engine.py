@@ -117,7 +117,8 @@ def idle_experts() -> tuple[str, float, int]:
         mock.patch.object(Recorder, "choose", fixed_choice),
     ):
         trace = train(make_config(case), case.batch)
-        found = worst(measure(case, trace))
+        with wrapped(Experts, "forward", idle_products):
+            found = worst(measure(case, trace))
     return *found, sum(not g.any() for g in trace.gradients.values())
 
 
@@ -199,6 +200,8 @@ def mixed_step(precision: str) -> tuple[float, float, set[str]]:
             stack.enter_context(wrapped(kind, "forward", witness(kind.__name__, seen)))
         sums = backend.forward_backward(step_batch("dense", 0, 0, 1), torch.tensor(288))
     seen |= {f"gradient {local(p.grad).dtype}" for p in backend.parameters.values()}
+    stacks = [local(p.grad) for name, p in backend.parameters.items() if backend.specs[name].expert]
+    seen |= {f"sums in bf16 {torch.equal(g, g.bfloat16().float())}" for g in stacks}
     found = float(sums.loss), float(backend.grad_norm(sums.loss)), seen
     runtime.close()
     return found
@@ -215,7 +218,7 @@ def witness(name: str, seen: set[str]) -> Any:
 
 
 def test_masters_stay_in_fp32() -> None:
-    """MOD-4, ENG-3: under `master` products run in bf16, router and gradients in fp32, on one rank too.
+    """MOD-4, ENG-3: under `master` products run in bf16, router and sums of gradients in fp32, alone.
 
     The limit of the loss is below what 1/N_tok in bf16 would do: 1/288 is off by a five-hundredth there.
     """
@@ -227,6 +230,7 @@ def test_masters_stay_in_fp32() -> None:
         "Linear torch.bfloat16",
         "Experts torch.bfloat16",
         "gradient torch.float32",
+        "sums in bf16 False",
     }
     assert mixed_loss == pytest.approx(loss, rel=1e-4)
     assert mixed_norm == pytest.approx(norm, rel=1e-3)

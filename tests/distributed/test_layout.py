@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from src.config import BackendConfig, Config, MeshConfig, PipelineConfig
 from src.errors import UserError
 from src.models.schema import DeepseekV2Config, ModelConfig
 from src.trainer.backends.registry import backend_class
+from src.trainer.parallel import rules
 from src.trainer.parallel.layout import auto, coordinates, expert_block, micro_batches, spec
 from src.trainer.parallel.rules import check
 
@@ -102,6 +105,12 @@ def test_thirty_combinations(keys: dict[str, Any], refused: dict[str, str]) -> N
         for m in range(micro_batches(config))
     ]
     assert sorted(slots) == list(range(0, config.global_batch_size, config.micro_batch_size))
+
+
+def test_rules_hold_under_optimisation() -> None:
+    """ENG-1: no rule is an `assert`, which `python -O` leaves out."""
+    tree = ast.parse(Path(rules.__file__).read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 
 def test_ranks_are_row_major() -> None:

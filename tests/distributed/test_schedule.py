@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import src
 from src.trainer.parallel.layout import split_layers
+from src.trainer.parallel.pipeline import adapter
 from src.trainer.parallel.pipeline.adapter import lowerable
 from src.trainer.parallel.pipeline.schedule import TABLES, Action, Table, makespan, peak_live
 
@@ -60,6 +65,14 @@ def test_torch_lowers_our_tables(schedule: str) -> None:
         schedules._simulate_comms_compute(lowered, lambda stage: stage, ranks)
         sends = [a for actions in lowered.values() for a in actions if a.computation_type == schedules.SEND_F]
         assert len(sends) == (ranks - 1) * n
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    """ENG-13: an upgrade of torch has one file of at most 250 lines to look at."""
+    private = re.compile(r"_PipelineSchedule|schedules\._|stage\._|_fsdp_param|_state_ctx|\._lazy_init")
+    files = sorted(Path(src.__path__[0]).rglob("*.py"))
+    assert [path.name for path in files if private.search(path.read_text())] == ["adapter.py"]
+    assert len(Path(adapter.__file__).read_text().splitlines()) <= 250
 
 
 def test_torch_1f1b_table_is_wrong_on_the_last_rank() -> None:

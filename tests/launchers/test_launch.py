@@ -103,7 +103,7 @@ def test_a_run_from_start_to_end_and_the_same_command_again(start: Start, tmp_pa
 
 
 def test_first_failing_rank_decides(start: Start, tmp_path: Path) -> None:
-    """EXIT-1, RANK-2, AGENT-4: 42 is 42, an exception is 1 with its traceback on the console, KILL is 137."""
+    """EXIT-1, LOG-4, RANK-2, AGENT-4: 42 is 42, KILL 137, an exception 1 and its traceback on the console."""
     ways = {"exit42": (42, "ExitCode"), "raise": (1, "ValueError"), "kill": (137, "Signal")}
     started = {
         how: start(

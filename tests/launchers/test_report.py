@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ from src.config import Config
 from src.errors import UserError
 from src.figures import mean_and_band
 from src.launchers.bar import Progress
-from src.launchers.closing import closing_screen, command, next_commands, shrink, strip
+from src.launchers.closing import (
+    closing_screen,
+    command,
+    next_commands,
+    other_mesh,
+    sample,
+    shrink,
+    strip,
+)
 from src.launchers.console import clock
 from src.records import LineReader, read_steps
 from src.report import write_report
-from src.report_facts import find_runs, groups, overrides_text
+from src.report_facts import JUDGED_STEPS, RunFacts, compare, find_runs, groups, overrides_text
 
 SHARES = [0.5, 0.25, 0.25, 0.0]
 
@@ -107,6 +116,20 @@ def test_sweep_report(sweep: Path) -> None:
     assert (sweep / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("bad", "flagged"), [(2, True), (JUDGED_STEPS, True), (JUDGED_STEPS + 1, False)])
+def test_meshes_are_judged_by_their_first_steps(configs: dict[str, Config], bad: int, flagged: bool) -> None:
+    """REPORT-2: a late difference is shown, only an early one is flagged; rounding grows with the steps."""
+    steps = [step(n, 3.0) for n in range(1, JUDGED_STEPS + 3)]
+    other = [{**s, "loss": 3.3} if s["step"] == bad else s for s in steps]
+    facts = [
+        RunFacts(Path(mesh), configs[mesh], {"mesh": mesh}, {}, {}, lines, [])
+        for mesh, lines in (("single", steps), ("ep2", other))
+    ]
+    found = compare(*facts)
+    assert math.isclose(found["loss"], 0.1)
+    assert found["flagged"] is flagged
+
+
 def test_band_of_a_group(sweep: Path) -> None:
     """REPORT-3: the figure's line is the mean over seeds, its band the sample standard deviation."""
     found, _ = groups(find_runs(sweep)[0])
@@ -163,8 +186,9 @@ def test_closing_screen(single: Path) -> None:
     assert lines[7] == "loss       8.000 █▆▃▁ 2.000"
     assert lines[8] == "experts    layer 1   █▅▅▁ max/mean 2.00, 1 dead"
     assert lines[9] == "           layer 10  █▅▅▁ max/mean 2.00, 1 dead"
-    assert lines[10] == "sample     def f( │ greedy 4\\n```"
-    assert len(lines) == 14
+    assert lines[10] == "sample     before  def f( │ greedy 0\\n```"
+    assert lines[11] == "           after   def f( │ greedy 4\\n```"
+    assert len(lines) == 15
 
 
 def test_run_report(single: Path) -> None:
@@ -181,6 +205,40 @@ def test_run_report(single: Path) -> None:
     assert "````text" in text
     assert "| 0    | 9 " in text
     assert (single / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sample_before_and_after(single: Path, tmp_path: Path) -> None:
+    """SAMPLE-1, CLOSE-1: the first prompt's greedy text at step 0 and at the last; nothing without any."""
+
+    def shown(*steps: int) -> list[str]:
+        keys = [(s, p, m) for s in steps for p in ("a", "b") for m in ("sampled", "greedy")]
+        return sample([{"step": s, "prompt": p, "mode": m, "text": f"{m}\n{s}"} for s, p, m in sorted(keys)])
+
+    assert shown(0, 10, 120) == ["before  a │ greedy\\n0", "after   a │ greedy\\n120"]
+    assert shown(0) == ["before  a │ greedy\\n0"]
+    assert shown(50, 70) == ["after   a │ greedy\\n70"]
+    assert shown() == []
+
+
+def test_next_commands_name_each_key_once_and_no_directory() -> None:
+    """CLOSE-1: repeated keys, sizes of the old mesh and what means one directory are left out."""
+    typed = ["max_steps=3", "mesh=ep2", "mesh.pp=2", "++max_steps=9", "resume=/r/c/step-3", "run_name=x"]
+    assert command(typed, "mesh=single") == "python train.py ++max_steps=9 mesh=single"
+    assert command(["-m", "seed=4", *typed[:1]], "seed=0,1,2") == "python train.py -m max_steps=3 seed=0,1,2"
+
+
+def test_next_mesh_suits_the_run(single: Path, tmp_path: Path, configs: dict[str, Config]) -> None:
+    """CLOSE-1: no command that would be refused: one sample a step fits no mesh of data ranks."""
+
+    def other(**changes: int) -> str | None:
+        (tmp_path / "config.yaml").write_text(dump_config(replace(configs["single"], **changes)))
+        return other_mesh(tmp_path, [])
+
+    assert other() == "pp2ep2"
+    assert other(global_batch_size=2) == "pp2"
+    assert other(global_batch_size=1, micro_batch_size=1) == "pp2"
+    assert other(model=replace(configs["single"].model, num_layers=1), global_batch_size=2) is None
+    assert "checkpoints.py list" in next_commands(tmp_path, [])[0]
 
 
 def test_next_commands() -> None:

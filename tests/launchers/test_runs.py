@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from src.code_identity import CodeRecord, code_differences, code_record
 from src.compose import compose, dump_config
 from src.config import Config
 from src.errors import UserError
+from src.launchers import launch
 from src.resume import MAY_DIFFER, differences
 from src.runs import Claim, begin_attempt, claim
 from src.status import Status, read_status
@@ -143,9 +146,67 @@ def test_explicit_name_and_other_values(make: Make) -> None:
     assert "optimizer.lr" not in text
     more = claim(make(run_name="one", max_steps=20, optimizer__lr=1.0), CODE, "d0")
     assert (more.finished, more.attempt) == (False, 2)
-    assert more.notes == ["goes on with max_steps: 10 -> 20", "goes on with optimizer.lr: 0.003 -> 1.0"]
+    rate = f"goes on with optimizer.lr: {make().optimizer.lr} -> 1.0"
+    assert more.notes == ["goes on with max_steps: 10 -> 20", rate]
     more.release()
     assert claim(make(run_name="one", max_steps=5), CODE, "d0").finished
+
+
+def test_a_finished_run_says_which_keys_it_did_not_use(make: Make) -> None:
+    """RUN-2: another learning rate under the same `run_name` is not silently taken for what was trained."""
+    begin(make(run_name="one"), state="done", step=10)
+    again = claim(make(run_name="one", optimizer__lr=0.125), CODE, "d0")
+    assert again.finished
+    assert again.notes[0] == f"not used: optimizer.lr: {make().optimizer.lr} -> 0.125"
+    assert len(claim(make(run_name="one"), CODE, "d0").notes) == 1
+
+
+@pytest.mark.parametrize("key", ["init_from", "resume"])
+def test_a_missing_source_is_refused_before_anything_is_written(make: Make, tmp_path: Path, key: str) -> None:
+    """CKPT-5, CKPT-13, RUN-3: exit 8 with what to type; no directory, no new attempt."""
+    (tmp_path / "source").mkdir()
+    for name, words in (("nowhere", "there is no such directory"), ("source", "meta.json cannot be read")):
+        with pytest.raises(UserError, match=words) as refused:
+            claim(make(run_name="one", **{key: f"{tmp_path}/{name}"}), CODE, "d0")
+        assert refused.value.code == 8
+        assert f"type {key}=" in str(refused.value)
+    assert not (tmp_path / "one").exists()
+
+
+def test_init_from_is_not_asked_for_once_there_is_a_checkpoint(make: Make, tmp_path: Path) -> None:
+    """CKPT-13: weights that were read at step 0 may be gone when the run is resumed."""
+    source = tmp_path / "weights.safetensors"
+    source.touch()
+    config = make(run_name="one", init_from=str(source))
+    run = begin(config).path
+    source.unlink()
+    with pytest.raises(UserError, match="init_from"):
+        claim(config, CODE, "d0")
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    taken = claim(config, CODE, "d0")
+    taken.release()
+    assert taken.attempt == 2
+
+
+def test_a_full_disk_is_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RUN-6: where even `status.json` cannot be written, one line and code 1 instead of a traceback."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "status.json")
+
+    monkeypatch.setattr(launch, "find_and_run", full)
+    assert launch.run_one(make(), []) == 1
+    assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/proc/none", "/dev/null"])
+def test_a_place_that_cannot_be_written(make: Make, place: str) -> None:
+    """RUN: one message with the place and what to type, exit 8."""
+    with pytest.raises(UserError, match=rf"{place}/.* cannot be written.*paths\.runs=") as refused:
+        claim(make(paths__runs=place), CODE, "d0")
+    assert refused.value.code == 8
 
 
 def test_resume_none_refuses_an_unfinished_run(make: Make) -> None:

@@ -1,6 +1,8 @@
 """The loop in one process: resume, evaluation, stop, bad steps, what it writes."""
 
+import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from src.compose import config_digest
 from src.config import CheckpointConfig, DataConfig, EvaluationConfig, OptimizerConfig
 from src.errors import UserError
 from src.trainer import step as step_module
 from src.trainer.checkpoint.flat import flatten
+from src.trainer.worker import describe
 from tests.trainer.small import lines, run_here, small_config
 
 TRACE = ("loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
@@ -183,3 +187,29 @@ def test_seeds_are_separate(
     assert same(first, second) is same_weights
     dumps = [(tmp_path / n / "batches" / "rank_00000.jsonl").read_text() for n in "ab"]
     assert (dumps[0] == dumps[1]) is same_batches
+
+
+def test_evaluation_batches_are_dumped_too(tmp_path: Path) -> None:
+    """LOAD-4: both splits, an evaluation under the step it was made at; it changes no bit."""
+    config = small_config(tmp_path, evaluation=EvaluationConfig(samples=2, every=1), max_steps=2)
+    run_here(config, tmp_path / "plain")
+    config.debug.dump_batches = True
+    run_here(config, tmp_path / "dumped")
+    dumped = lines(tmp_path / "dumped", "batches/rank_00000.jsonl")
+    places = [(d["split"], d["step"], d["micro_batch"]) for d in dumped]
+    train = [("train", step, m) for step in (1, 2) for m in range(3)]
+    heldout = [("heldout", step, m) for step in (0, 1, 2) for m in range(2)]
+    assert places == [*heldout[:2], *train[:3], *heldout[2:4], *train[3:], *heldout[4:]]
+    assert [d["ids"] for d in dumped[:2]] == [d["ids"] for d in dumped[-2:]]
+    first, second = (weights(tmp_path / n, 2, tmp_path / f"{n}.safetensors") for n in ("plain", "dumped"))
+    assert same(first, second)
+
+
+def test_first_line_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LOG-4: digest, commit, data key and kernels, for whoever has the log alone."""
+    config = small_config(tmp_path)
+    (tmp_path / "code.json").write_text(json.dumps({"commit": "abc123", "data_key": "d0"}))
+    describe(tmp_path, config, rank=3)
+    (line,) = capsys.readouterr().out.splitlines()
+    digest = config_digest(config)[:12]
+    assert line.startswith(f"rank 3 pid {os.getpid()} config {digest} commit abc123 data d0 kernels auto ")

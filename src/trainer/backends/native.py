@@ -201,13 +201,9 @@ class NativeBackend:
             reshard(self._model)
 
     def _reduce(self) -> None:
-        """Reduce the gradients; one that nothing was added to is zero, not None."""
+        """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""
         if self._sharded:
             reduce_gradients(self._model)
-            return
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Step:

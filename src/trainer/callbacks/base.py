@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from src.trainer.data.batch import StepBatch
+from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.state import Run
 
 
@@ -16,6 +16,9 @@ class Callback:
 
     def batch(self, run: Run, batch: StepBatch) -> None:
         """With the micro-batches of the coming step."""
+
+    def heldout(self, run: Run, number: int, micro_batch: MicroBatch) -> None:
+        """With a micro-batch that an evaluation is about to read, counted from 0."""
 
     def step(self, run: Run) -> None:
         """After a step; `run.step` counts it."""

@@ -9,19 +9,26 @@ from src.trainer.state import Run
 
 
 class DumpBatches(Callback):
-    """Writes what the loader hands to the step."""
+    """Writes what a step and an evaluation are handed."""
 
     def batch(self, run: Run, batch: StepBatch) -> None:
-        path = run.directory / "batches" / f"rank_{run.runtime.rank:05d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        append_lines(path, [_line(run, m, number) for number, m in enumerate(batch.micro_batches)])
+        _write(run, [_line(run, m, number, "train") for number, m in enumerate(batch.micro_batches)])
+
+    def heldout(self, run: Run, number: int, micro_batch: MicroBatch) -> None:
+        _write(run, [_line(run, micro_batch, number, "heldout")])
 
 
-def _line(run: Run, m: MicroBatch, number: int) -> dict[str, object]:
+def _write(run: Run, lines: list[dict[str, object]]) -> None:
+    path = run.directory / "batches" / f"rank_{run.runtime.rank:05d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    append_lines(path, lines)
+
+
+def _line(run: Run, m: MicroBatch, number: int, split: str) -> dict[str, object]:
     return {
-        "step": run.step + 1,
+        "step": run.step + (split == "train"),
         "micro_batch": number,
-        "split": "train",
+        "split": split,
         "coordinate": run.runtime.data_coordinate,
         "samples": list(m.samples),
         "ids": m.ids_BS.tolist(),

@@ -32,7 +32,7 @@ class Evaluating(Callback):
 
     def _evaluate(self, run: Run) -> None:
         self._last = run.step
-        record = evaluate(run)
+        record = evaluate(run, self._listeners)
         if run.runtime.rank == 0:
             bits = record["bits_per_byte"]
             in_bits = "" if bits is None else f", {bits:.3f} bits per byte"

@@ -205,5 +205,5 @@ def size_in_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         message = f"{text!r} is no size; a number and B, KiB, MiB, GiB or TiB"
-        raise UserError([Problem("checkpoint.verify", message, "checkpoint.verify=64GiB", "CFG-6")])
+        raise UserError([Problem("checkpoint.verify", message, "type checkpoint.verify=64GiB", "CFG-6")])
     return int(match[1]) * _UNITS[match[2]]

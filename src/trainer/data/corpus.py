@@ -13,11 +13,11 @@ from src.trainer.data import keys
 from src.trainer.data.baselines import Baselines, measure
 from src.trainer.data.pack import Plan, make_plan
 from src.trainer.data.packed import Packed
-from src.trainer.data.prepare import open_store
-from src.trainer.data.store import Artifact, NotReadyError
+from src.trainer.data.prepare import Stored, open_stored
+from src.trainer.data.store import Artifact
 from src.trainer.data.synthetic import SyntheticSource
 from src.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from src.trainer.data.tokens import TokenFile
+from src.trainer.data.tokens import SIDES, TokenFile
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Data:
     train: Packed
     heldout: Packed
     """Without samples if `data.holdout` is 0."""
+    tokenizer_path: Path | None = None
+    """Directory of a trained tokenizer."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Loaded when first asked for; None for synthetic data. Raises UserError (2) if it is another one."""
+        """Loaded when first asked for, None for synthetic data; UserError (2) if its content is another."""
         if self.key is None:
             return None
-        key = keys.key_of(self.manifest["record"]["tokenizer"])
-        directory = Path(self.config.paths.data) / "tokenizers" / key
-        tokenizer = load_tokenizer(self.config.tokenizer, directory)
+        tokenizer = load_tokenizer(self.config.tokenizer, self.tokenizer_path)
         if tokenizer.content != self.manifest["tokenizer"]:
             raise UserError(
                 f"tokenizer {tokenizer.content[:16]} is not {self.manifest['tokenizer'][:16]} of the data"
@@ -76,31 +76,36 @@ def open_data(config: Config, key: str | None = None) -> Data:
 def _stored(config: Config, key: str | None) -> Data:
     key = keys.data_key(config) if key is None else key
     assert key is not None
-    store = open_store(config, lambda line: None)
-    try:
-        tokens = store.open("tokens", key)
-        packs = store.open("packs", keys.key_of(keys.packs_record(config, key)))
-    except NotReadyError as reason:
-        command = "python scripts/prepare_data.py and the same overrides"
-        raise UserError(f"the data is not ready: {reason}. Build it with: {command}", code=4) from reason
+    stored = open_stored(config, key)
+    _check_tokenizer(config, stored.tokens)
+    train, heldout = (_packed(config, stored, side) for side in SIDES)
+    trained = None if stored.tokenizer is None else stored.tokenizer.path
+    return Data(config, key, stored.tokens.manifest, train, heldout, trained)
+
+
+def _check_tokenizer(config: Config, tokens: Artifact) -> None:
+    """TOK-3: the data was made with the tokenizer of the config, and the model has a row for every id."""
+    record = tokens.manifest["record"]
+    ours = keys.key_of(keys.tokenizer_record(config, record["corpus"], record["rule"]))
+    theirs = keys.key_of(record["tokenizer"])
+    if ours != theirs:
+        raise UserError(f"tokenizer {ours} of the config is not {theirs}, which made {tokens.path}")
     vocabulary = config.model.vocab_size or keys.vocab_size(config)
     if tokens.manifest["max_id"] >= vocabulary:
         raise UserError(
             f"{tokens.path} holds id {tokens.manifest['max_id']}, model.vocab_size is {vocabulary}"
         )
-    train, heldout = (_packed(config, tokens, packs, side) for side in ("train", "heldout"))
-    return Data(config, key, tokens.manifest, train, heldout)
 
 
-def _packed(config: Config, tokens: Artifact, packs: Artifact, side: str) -> Packed:
-    source = TokenFile(tokens.path, side, tokens.manifest)
-    return Packed(source, Plan.load(packs.path, side), config.sequence_length)
+def _packed(config: Config, stored: Stored, side: str) -> Packed:
+    source = TokenFile(stored.tokens.path, side, stored.tokens.manifest["vocab_size"])
+    return Packed(source, Plan.load(stored.packs.path, side), config.sequence_length)
 
 
 def _synthetic(config: Config) -> Data:
-    packed = []
-    for side in ("train", "heldout"):
+    def packed(side: str) -> Packed:
         source = SyntheticSource(config, side)
         plan = make_plan(source.lengths, config.sequence_length, config.data.packing)
-        packed.append(Packed(source, plan, config.sequence_length))
-    return Data(config, None, {}, *packed)
+        return Packed(source, plan, config.sequence_length)
+
+    return Data(config, None, {}, packed("train"), packed("heldout"))

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +59,8 @@ Reading = Callable[[], str]
 def documents(data: DataConfig, files: tuple[SourceFile, ...], tally: Tally) -> Iterator[Document]:
     """Every document of `files` that holds text, counting the others in `tally`.
 
-    Raises UserError (4) for text that does not decode under `on_bad_text=error`, a line without `text_key`,
-    and a file that is no longer what its identity was taken from.
+    Raises UserError (4) for a file that cannot be read or is no longer what its identity was taken from, text
+    that does not decode under `on_bad_text=error`, and a line without `text_key`.
     """
     for file in files:
         for where, reading in _readings(data, file):
@@ -95,6 +96,14 @@ def _read(data: DataConfig, where: str, reading: Reading, tally: Tally) -> str |
 
 
 def _readings(data: DataConfig, file: SourceFile) -> Iterator[tuple[str, Reading]]:
+    """Where each document of a file stands, and what decodes it."""
+    try:
+        yield from _raw_readings(data, file)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{file.path}: {error}", code=4) from error
+
+
+def _raw_readings(data: DataConfig, file: SourceFile) -> Iterator[tuple[str, Reading]]:
     if data.unit == "line" and data.kind == "text_files":
         yield from _lines(data, file)
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,15 +32,6 @@ BATCHES_AHEAD = 2
 """Batches that wait for each worker."""
 
 
-@dataclass
-class _Counts:
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-    """Separators included."""
-    text_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-    max_id: int = -1
-
-
 def build_tokens(
     config: Config,
     documents: Iterable[Document],
@@ -54,7 +45,7 @@ def build_tokens(
     Raises UserError (4): an id outside the vocabulary, a side without documents, a worker that died.
     """
     tokenizer = load_tokenizer(config.tokenizer, tokenizer_directory)
-    counts = _Counts()
+    text_bytes = dict.fromkeys(SIDES, 0)
     with ExitStack() as stack:
         writers = {s: stack.enter_context(TokenWriter(directory, s, tokenizer.vocab_size)) for s in SIDES}
         for batch, encoded in _encoded(config, documents, tokenizer, tokenizer_directory):
@@ -63,17 +54,20 @@ def build_tokens(
                 held_out = is_held_out(document.digest, config.data.split_seed, config.data.holdout)
                 side = "heldout" if held_out else "train"
                 writers[side].add(_separated(ids, tokenizer, config.tokenizer.bos))
-                counts.text_bytes[side] += document.size
-        for side, writer in writers.items():
-            counts.documents[side], counts.tokens[side] = writer.documents, writer.tokens
-            counts.max_id = max(counts.max_id, writer.max_id)
+                text_bytes[side] += document.size
+    counts = {side: writer.documents for side, writer in writers.items()}
     _check_sides(config, counts)
-    fields = {
-        **asdict(counts),
-        **{"dtype": dtype_for(tokenizer.vocab_size), "vocab_size": tokenizer.vocab_size},
-        **{"tokenizer": tokenizer.content, "left_out": asdict(tally)},
+    fields: Record = {
+        "documents": counts,
+        "tokens": {side: writer.tokens for side, writer in writers.items()},
+        "text_bytes": text_bytes,
+        "max_id": max(writer.max_id for writer in writers.values()),
+        "dtype": dtype_for(tokenizer.vocab_size),
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.content,
+        "left_out": asdict(tally),
     }
-    return {**fields, "baselines": _baselines(directory, fields, counts)}
+    return {**fields, "baselines": _baselines(directory, fields)}
 
 
 def _separated(ids: Ids, tokenizer: Tokenizer, bos: bool) -> Ids:
@@ -82,22 +76,23 @@ def _separated(ids: Ids, tokenizer: Tokenizer, bos: bool) -> Ids:
     return np.concatenate([np.array(before, np.int64), ids, np.array([tokenizer.eos], np.int64)])
 
 
-def _check_sides(config: Config, counts: _Counts) -> None:
-    wanted = SIDES if config.data.holdout > 0 else SIDES[:1]
-    empty = [side for side in wanted if counts.documents[side] == 0]
-    if empty:
+def _check_sides(config: Config, documents: dict[str, int]) -> None:
+    """SPLIT-3: no side that is asked for is empty."""
+    train, heldout = documents["train"], documents["heldout"]
+    if not train + heldout:
+        raise UserError(f"the corpus data={config.data.kind} holds no document with text", code=4)
+    if not train or (config.data.holdout > 0 and not heldout):
         raise UserError(
-            f"data.holdout={config.data.holdout} with data.split_seed={config.data.split_seed} gives"
-            f" {counts.documents['train']} training and {counts.documents['heldout']} held-out documents;"
-            " choose another share",
+            f"data.holdout={config.data.holdout} with data.split_seed={config.data.split_seed} gives {train}"
+            f" training and {heldout} held-out documents; choose another share",
             code=4,
         )
 
 
-def _baselines(directory: Path, fields: Record, counts: _Counts) -> Record:
-    train, heldout = (TokenFile(directory, side, fields) for side in SIDES)
-    targets = counts.tokens["heldout"] - counts.documents["heldout"]
-    bytes_per_token = counts.text_bytes["heldout"] / targets if targets else None
+def _baselines(directory: Path, fields: Record) -> Record:
+    train, heldout = (TokenFile(directory, side, fields["vocab_size"]) for side in SIDES)
+    targets = fields["tokens"]["heldout"] - fields["documents"]["heldout"]
+    bytes_per_token = fields["text_bytes"]["heldout"] / targets if targets else None
     pairs = train.neighbours(COUNTED_TOKENS), heldout.neighbours(COUNTED_TOKENS)
     return asdict(measure(*pairs, fields["vocab_size"], bytes_per_token))
 

@@ -9,6 +9,7 @@ import sysconfig
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,14 @@ def matching_files(patterns: Iterable[str]) -> list[SourceFile]:
     paths: set[str] = set()
     unmatched = []
     for pattern in patterns:
-        matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
-        paths.update(os.path.abspath(m) for m in matches)
+        matches = [match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
+        paths.update(map(os.path.abspath, matches))
         unmatched += [] if matches else [pattern]
     if unmatched:
         raise UserError(f"data.files: no file matches {', '.join(unmatched)}", code=4)
-    root = os.path.commonpath([os.path.dirname(p) for p in paths])
-    return [corpus_file(os.path.relpath(p, root).replace(os.sep, "/"), p) for p in sorted(paths)]
+    root = os.path.commonpath({os.path.dirname(path) for path in paths})
+    start = len(os.path.join(root, ""))
+    return [corpus_file(path[start:].replace(os.sep, "/"), path) for path in sorted(paths)]
 
 
 class HashCache:
@@ -95,15 +97,21 @@ class HashCache:
         return digest
 
     def save(self) -> None:
-        """Write what is new: the file is replaced whole, and losing a race only costs hashing again."""
+        """Write what is new, the file replaced whole.
+
+        Losing a race, or a store that is read-only or full, only costs hashing again.
+        """
         if not self._new:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         merged = {**_read_lines(self.path), **self._new}
         temporary = self.path.with_name(f".tmp-{self.path.name}-{uuid.uuid4().hex}")
-        temporary.write_text("".join(f"{key} {digest}\n" for key, digest in merged.items()))
-        temporary.replace(self.path)
-        self._new = {}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(f"{key} {digest}\n" for key, digest in merged.items()))
+            temporary.replace(self.path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def hash_file(path: Path) -> str:
@@ -117,8 +125,8 @@ def hash_file(path: Path) -> str:
 
 def _read_lines(path: Path) -> dict[str, str]:
     try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
         return {}
     pairs = (line.rpartition(" ") for line in lines)
     return {key: digest for key, _, digest in pairs if len(digest) == 64}

@@ -57,7 +57,8 @@ def read(config: TokenizerConfig) -> HfTokenizerFiles:
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     settings_path = path.with_name("tokenizer_config.json")
     settings = _json(settings_path) if settings_path.exists() else {}
-    template = settings.get("chat_template")
+    template_path = path.with_name("chat_template.jinja")  # where newer files keep it
+    template = template_path.read_text() if template_path.exists() else settings.get("chat_template")
     return HfTokenizerFiles(
         tokenizer_json=text,
         content=hashlib.sha256(text.encode()).hexdigest(),

@@ -71,17 +71,14 @@ def data_key(config: Config) -> str | None:
     return None if config.data.kind == "synthetic" else identify(config).key
 
 
-def tokenizer_key(config: Config) -> str | None:
-    """Key of the tokenizer; None if there is none."""
-    return None if config.data.kind == "synthetic" else identify(config).tokenizer_key
-
-
 def identify(config: Config, remember: bool = False) -> Identity:
     """Corpus, tokenizer and keys; `remember` keeps the hashes of new files under `paths.data`."""
     files = tuple(_identified_files(config, remember))
     corpus = {"kind": config.data.kind, "files": len(files), "content": _digest_of_files(files)}
+    if config.data.identity == "stat":
+        corpus["identity"] = "stat"
     rule = _document_rule(config)
-    tokenizer = _tokenizer_record(config, {"corpus": corpus, "rule": rule})
+    tokenizer = tokenizer_record(config, corpus, rule)
     record = {
         "format": TOKENS_FORMAT,
         "kind": "pretrain",
@@ -142,6 +139,11 @@ _SYNTHETIC_RULES: tuple[Rule, ...] = (
         *("tokenizer", "synthetic data has no text to tokenise", "data=synthetic tokenizer=none"),
     ),
     (lambda c: c.data.ids < 4, "data.ids", "must be at least 4", "data.ids=64"),
+    (
+        lambda c: c.data.rule == "rules" and c.sequence_length < 3,
+        *("sequence_length", "data.rule=rules has no target before the third token", "sequence_length=64"),
+        "EVAL-4",
+    ),
     (lambda c: c.data.documents < 1, "data.documents", "must be at least 1", "data.documents=4096"),
 )
 
@@ -209,7 +211,8 @@ def _document_rule(config: Config) -> Record:
     return rule | ({"text_key": data.text_key} if data.unit == "line" else {})
 
 
-def _tokenizer_record(config: Config, source: Record) -> Record:
+def tokenizer_record(config: Config, corpus: Record, rule: Record) -> Record:
+    """What identifies the tokenizer that `config` makes of a corpus and its document rule (TOK-1, TOK-4)."""
     tokenizer = config.tokenizer
     if tokenizer.kind == "bytes":
         return {"kind": "bytes", "specials": [EOS, BOS]}
@@ -220,7 +223,8 @@ def _tokenizer_record(config: Config, source: Record) -> Record:
     return {
         "kind": "bpe",
         "format": BPE_FORMAT,
-        **source,
+        "corpus": corpus,
+        "rule": rule,
         "vocab_size": tokenizer.vocab_size,
         "specials": [EOS, BOS],
         "seed": tokenizer.seed,

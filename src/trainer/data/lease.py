@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
+
+from src.trainer.data.owner import Owner, read_owner, text_of
 
 BEAT_SECONDS = 5.0
 """Time between two beats of a holder."""
@@ -34,41 +34,6 @@ POLL_LIMIT_SECONDS = 2.0
 
 Verdict = Literal["free", "beating", "silent", "dead"]
 """No lease; its beat was seen to change; not known yet; its holder is gone."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who holds a lease, as its file says."""
-
-    uuid: str
-    host: str
-    pid: int
-    pid_start: str
-    """Start of the process in clock ticks since boot: a reused pid is not the holder. Empty if unknown."""
-    boot_id: str
-    """The kernel's boot id with the pid namespace: pids compare only where both are equal."""
-    attempt: str
-    """What the holder works for; free text."""
-    started: str
-    """Wall-clock time for people; nothing is decided by it."""
-
-    @classmethod
-    def here(cls, attempt: str) -> Owner:
-        """This process, under a fresh uuid."""
-        pid = os.getpid()
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(uuid.uuid4().hex, socket.gethostname(), pid, _pid_start(pid), _boot_id(), attempt, started)
-
-    def is_local(self) -> bool:
-        """The holder runs under this kernel and pid namespace, so that its pid can be looked up."""
-        return self.pid_start != "" and (self.host, self.boot_id) == (socket.gethostname(), _boot_id())
-
-    def is_running(self) -> bool:
-        """The holder's process exists; ask only if `is_local`."""
-        return _pid_start(self.pid) == self.pid_start
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.started}"
 
 
 class LeaseLost(Exception):  # noqa: N818 - the name says what happened
@@ -89,25 +54,31 @@ class Lease:
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
         self.owner = owner
+        self._next_beat = path.with_name(f".tmp-beat-{owner.uuid}")
         self._stop = threading.Event()
-        self._beat(0)
         self._thread = threading.Thread(target=self._keep_beating, name=f"lease {path.name}", daemon=True)
-        self._thread.start()
 
     @classmethod
     def take(cls, path: Path, attempt: str = "") -> Lease | None:
         """Create the lease at `path` if there is none, else return None (LEASE-1)."""
-        owner = Owner.here(attempt)
+        lease = cls(path, Owner.here(attempt))
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return None
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(owner), file)
-            file.flush()
-            os.fsync(file.fileno())
-        return cls(path, owner)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(asdict(lease.owner), file)
+                file.flush()
+                os.fsync(file.fileno())
+            lease._beat(0)
+        except OSError:  # a full disk must not leave a lease that nobody keeps
+            for left in (path, lease._next_beat):
+                left.unlink(missing_ok=True)
+            raise
+        lease._thread.start()
+        return lease
 
     @property
     def is_held(self) -> bool:
@@ -124,9 +95,9 @@ class Lease:
         """Stop the beat and remove the lease, if it is still ours."""
         self._stop.set()
         self._thread.join()
+        self._next_beat.unlink(missing_ok=True)
         if _take_aside(self.path, self.owner.uuid):
-            with suppress(FileNotFoundError):
-                beat_path(self.path).unlink()
+            beat_path(self.path).unlink(missing_ok=True)
 
     def _keep_beating(self) -> None:
         counter = 0
@@ -138,16 +109,13 @@ class Lease:
                 self._beat(counter)
 
     def _beat(self, counter: int) -> None:
-        temporary = self.path.with_name(f".tmp-beat-{self.owner.uuid}")
-        temporary.write_text(f"{self.owner.uuid} {counter}\n")
-        temporary.replace(beat_path(self.path))
+        self._next_beat.write_text(f"{self.owner.uuid} {counter}\n")
+        self._next_beat.replace(beat_path(self.path))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -169,10 +137,10 @@ class Watch:
 
     def verdict(self) -> Verdict:
         """Look at lease and beat once (LEASE-2)."""
-        now = (_text(self.path), _text(beat_path(self.path)))
+        now = (text_of(self.path), text_of(beat_path(self.path)))
         if now[0] is None:
             return "free"
-        before, self.owner = self._seen, _parse(now[0])
+        before, self.owner = self._seen, Owner.parse(now[0])
         if now != before:
             self._seen, self._since = now, self._clock()
         if self.owner is not None and self.owner.is_local() and not self.owner.is_running():
@@ -212,12 +180,6 @@ def beat_path(path: Path) -> Path:
     return path.with_name("beat" if path.name == "lease" else f"{path.name}.beat")
 
 
-def read_owner(path: Path) -> Owner | None:
-    """Who holds the lease at `path`; None if nobody does or its file is not whole yet."""
-    text = _text(path)
-    return None if text is None else _parse(text)
-
-
 def _take_aside(path: Path, expected: str | None) -> bool:
     """Remove the lease of `expected`, by rename so that one of two succeeds; put any other back."""
     aside = path.with_name(f"{path.name}.stale-{uuid.uuid4().hex}")
@@ -232,35 +194,3 @@ def _take_aside(path: Path, expected: str | None) -> bool:
             os.link(aside, path)
     aside.unlink()
     return is_expected
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
-
-
-def _parse(text: str) -> Owner | None:
-    """None for a lease that was created but not written yet, or not by us."""
-    try:
-        found = json.loads(text)
-        return Owner(**{field.name: found[field.name] for field in fields(Owner)})
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _boot_id() -> str:
-    boot = _text(Path("/proc/sys/kernel/random/boot_id")) or ""
-    with suppress(OSError):
-        return f"{boot.strip()}/{os.readlink('/proc/self/ns/pid')}"
-    return boot.strip()
-
-
-def _pid_start(pid: int) -> str:
-    """Start time of a process, empty if it does not exist or is a zombie."""
-    stat = _text(Path(f"/proc/{pid}/stat"))
-    if stat is None:
-        return ""
-    state, *rest = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else rest[18]

@@ -6,7 +6,6 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -95,9 +94,7 @@ class Loader:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

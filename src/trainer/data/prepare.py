@@ -32,6 +32,16 @@ class Prepared:
     """Whether this call tokenised."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a run reads from the store."""
+
+    tokens: Artifact
+    packs: Artifact
+    tokenizer: Artifact | None
+    """None for a tokenizer that is not trained."""
+
+
 def prepare(config: Config, report: Report) -> Prepared:
     """Build tokenizer, token artifact and packing plans that are not in the store yet.
 
@@ -40,11 +50,13 @@ def prepare(config: Config, report: Report) -> Prepared:
     """
     if config.data.kind == "synthetic":
         return Prepared(None, None, False)
-    identity = identify(config, remember=config.data.prepare.where != "never")
-    store = open_store(config, report)
-    if config.data.prepare.where == "never":
-        _require(store, identity)
-    tokens, built = _ensure_tokens(config, identity, store, report)
+    may_build = config.data.prepare.where != "never"
+    identity = identify(config, remember=may_build)
+    store = _store(config, report)
+    if not may_build:
+        return Prepared(identity.key, open_stored(config, identity.key).tokens.path, False)
+    tokenizer = _ensure_tokenizer(config, identity, store, report)
+    tokens, built = _ensure_tokens(config, identity, tokenizer, store, report)
     _ensure_plans(config, identity.key, tokens, store)
     return Prepared(identity.key, tokens.path, built)
 
@@ -58,54 +70,48 @@ def verify_data(config: Config, prepared: Prepared) -> list[str]:
 
     if prepared.key is None:
         return []
-    store = open_store(config, lambda line: None)
+    stored = open_stored(config, prepared.key)
+    paths = [found.path for found in (stored.tokens, stored.packs, stored.tokenizer) if found is not None]
     try:
-        tokens = verify(store.directory("tokens", prepared.key), prepared.key)
-        found = [("tokens", prepared.key), ("packs", key_of(packs_record(config, prepared.key)))]
-        if config.tokenizer.kind == "bpe":
-            found.append(("tokenizers", key_of(tokens["record"]["tokenizer"])))
-        directories = [store.directory(section, key) for section, key in found]
-        for directory in directories[1:]:
-            verify(directory, directory.name)
+        for path in paths:
+            verify(path, path.name)
     except NotReadyError as reason:
         raise UserError(str(reason), code=4) from reason
     for side in SIDES:
-        TokenFile(directories[0], side, tokens).check_order()
-    return [str(directory) for directory in directories]
+        TokenFile(stored.tokens.path, side, stored.tokens.manifest["vocab_size"])
+    return [str(path) for path in paths]
 
 
-def open_store(config: Config, report: Report) -> Store:
-    """The store below `paths.data`."""
+def open_stored(config: Config, key: str) -> Stored:
+    """The artifacts of the token artifact `key`; UserError (4) with what to type if one is not ready."""
+    store = _store(config, lambda line: None)
+    try:
+        tokens = store.open("tokens", key)
+        packs = store.open("packs", key_of(packs_record(config, key)))
+        trained = key_of(tokens.manifest["record"]["tokenizer"])
+        is_trained = config.tokenizer.kind == "bpe"
+        return Stored(tokens, packs, store.open("tokenizers", trained) if is_trained else None)
+    except NotReadyError as reason:
+        command = "python scripts/prepare_data.py build and the same overrides"
+        raise UserError(f"data {key} is not ready: {reason}. Build it with: {command}", code=4) from reason
+
+
+def _store(config: Config, report: Report) -> Store:
     return Store(Path(config.paths.data), seconds(config.data.prepare.timeout), report)
 
 
-def _require(store: Store, identity: Identity) -> None:
-    try:
-        store.open("tokens", identity.key)
-    except NotReadyError as reason:
-        raise UserError(
-            f"data.prepare.where=never and the token artifact {identity.key} is not ready: {reason}."
-            " Build it with: python scripts/prepare_data.py and the same overrides",
-            code=4,
-        ) from reason
-
-
-def _ensure_tokens(config: Config, identity: Identity, store: Store, report: Report) -> tuple[Artifact, bool]:
-    try:
-        return store.open("tokens", identity.key), False
-    except NotReadyError:
-        pass
-    from src.trainer.data.encode import build_tokens
-
-    tokenizer = _ensure_tokenizer(config, identity, store, report)
-
+def _ensure_tokens(
+    config: Config, identity: Identity, tokenizer: Path | None, store: Store, report: Report
+) -> tuple[Artifact, bool]:
     def build(directory: Path, lease: Lease) -> Record:
+        from src.trainer.data.encode import build_tokens
+
         started, tally = time.monotonic(), Tally()
         corpus = documents(config.data, tuple(file for file, _ in identity.files), tally)
         fields = build_tokens(config, corpus, tally, tokenizer, directory, lease)
         counts = f"{fields['tokens']['train']:,} + {fields['tokens']['heldout']:,} held-out tokens"
         report(f"tokenised {config.data.kind}: {counts} in {time.monotonic() - started:.1f} s")
-        return {**fields, **_provenance()}
+        return {**fields, **_provenance(config)}
 
     space = 4 * sum(file.size for file, _ in identity.files)
     return store.ensure("tokens", identity.record, build, space)
@@ -115,45 +121,43 @@ def _ensure_tokenizer(config: Config, identity: Identity, store: Store, report: 
     """Directory of the trained tokenizer; None for a kind that is not trained."""
     if config.tokenizer.kind != "bpe":
         return None
-    from src.trainer.data.bpe import build_bpe
 
     def corpus() -> Iterator[Document]:
         return documents(config.data, tuple(file for file, _ in identity.files), Tally())
 
     def build(directory: Path, lease: Lease) -> Record:
+        from src.trainer.data.bpe import build_bpe
+
         started = time.monotonic()
         fields = build_bpe(corpus, config.tokenizer, directory, lease)
         report(
             f"trained a tokenizer of {fields['vocab_size']:,} entries in {time.monotonic() - started:.1f} s"
         )
-        return {**fields, **_provenance()}
+        return {**fields, **_provenance(config)}
 
     space = 200 * config.tokenizer.vocab_size
     return store.ensure("tokenizers", identity.tokenizer_record, build, space)[0].path
 
 
-def _ensure_plans(config: Config, key: str, tokens: Artifact, store: Store) -> Artifact:
-    record = packs_record(config, key)
-    try:
-        return store.open("packs", key_of(record))
-    except NotReadyError:
-        pass
-    from src.trainer.data.pack import make_plan
-    from src.trainer.data.tokens import SIDES, TokenFile
-
+def _ensure_plans(config: Config, key: str, tokens: Artifact, store: Store) -> None:
     def build(directory: Path, lease: Lease) -> Record:
+        from src.trainer.data.pack import make_plan
+        from src.trainer.data.tokens import SIDES, TokenFile
+
         samples = {}
         for side in SIDES:
-            lengths = TokenFile(tokens.path, side, tokens.manifest).lengths
+            lengths = TokenFile(tokens.path, side, tokens.manifest["vocab_size"]).lengths
             plan = make_plan(lengths, config.sequence_length, config.data.packing)
             plan.save(directory, side)
             samples[side] = len(plan)
-        return {"samples": samples, **_provenance()}
+        return {"samples": samples, **_provenance(config)}
 
     space = 32 * sum(tokens.manifest["tokens"].values())
-    return store.ensure("packs", record, build, space)[0]
+    store.ensure("packs", packs_record(config, key), build, space)
 
 
-def _provenance() -> Record:
+def _provenance(config: Config) -> Record:
+    """Where an artifact comes from and what made it: for people, no part of any key."""
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"versions": {"python": platform.python_version(), **versions}}
+    source = config.data.files or [config.data.kind]
+    return {"source": source, "versions": {"python": platform.python_version(), **versions}}

@@ -15,8 +15,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from src.errors import UserError
 from src.trainer.data.files import hash_file
 from src.trainer.data.keys import Record, canonical, key_of
-from src.trainer.data.lease import POLL_LIMIT_SECONDS, POLL_SECONDS, Lease, LeaseLost, Watch
+from src.trainer.data.lease import POLL_LIMIT_SECONDS, POLL_SECONDS, Lease, Watch
 
 MANIFEST = "manifest.json"
 
@@ -68,8 +67,15 @@ class Store:
         """The artifact of `record`, and whether this call built it.
 
         One process builds, the others wait for it. `space` is the most bytes that the build may need, for the
-        message of a full disk. Raises UserError (4) for that and for a wait beyond the time limit.
+        message of a full disk. Raises UserError (4) for that, for a store that cannot be written, and for a
+        wait beyond the time limit.
         """
+        try:
+            return self._find_or_build(section, record, build, space)
+        except OSError as error:
+            raise self._explained(error, space) from error
+
+    def _find_or_build(self, section: str, record: Record, build: Build, space: int) -> tuple[Artifact, bool]:
         key = key_of(record)
         lease_path = self.directory(section, f"{key}.d") / "lease"
         watch, poll, started = Watch(lease_path), POLL_SECONDS, time.monotonic()
@@ -79,13 +85,13 @@ class Store:
             lease = Lease.take(lease_path)
             if lease is not None:
                 with lease:
-                    built = self._build(section, record, build, space, lease)
+                    built = self._build(section, record, build, lease)
                 if built is not None:
                     return built
-            elif watch.verdict() == "dead":
+            elif (verdict := watch.verdict()) == "dead":
                 self._report(f"taking over {section}/{key}: {watch.owner or 'its builder'} is gone")
                 watch.steal()
-            else:
+            elif verdict != "free":
                 if poll == POLL_SECONDS:
                     self._report(
                         f"waiting for {section}/{key}, which {watch.owner or 'another process'} builds"
@@ -110,7 +116,7 @@ class Store:
         )
 
     def _build(
-        self, section: str, record: Record, build: Build, space: int, lease: Lease
+        self, section: str, record: Record, build: Build, lease: Lease
     ) -> tuple[Artifact, bool] | None:
         """Build under the lease, unless it was published meanwhile; None if the lease was lost."""
         key = key_of(record)
@@ -121,14 +127,13 @@ class Store:
         name = f".tmp-{key}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         temporary = final.with_name(name)
         try:
-            with self._explained(space):
-                temporary.mkdir(parents=True)
-                fields = build(temporary, lease)
-                _finish(temporary, {**fields, "section": section, "key": key, "record": record})
-                lease.check()
-                _publish(temporary, final)
-        except (LeaseLost, OSError) as error:
-            if isinstance(error, OSError) and lease.is_held:
+            temporary.mkdir(parents=True)
+            fields = build(temporary, lease)
+            _finish(temporary, {**fields, "section": section, "key": key, "record": record})
+            lease.check()
+            _publish(temporary, final)
+        except Exception:
+            if lease.is_held:
                 raise
             self._report(f"lost {section}/{key} to another builder")
             return None
@@ -148,30 +153,30 @@ class Store:
                 final.rename(bad)
                 self._report(f"{reason}; moved to {bad.name}, building it again")
 
-    @contextmanager
-    def _explained(self, space: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            free = shutil.disk_usage(self.root).free
-            need = f"the build needs up to {space / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
-            raise UserError(f"no space left below paths.data={self.root}: {need}", code=4) from error
+    def _explained(self, error: OSError, space: int) -> UserError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            place = f"{error.filename}: " if error.filename else ""
+            return UserError(f"cannot build below paths.data={self.root}: {place}{error.strerror}", code=4)
+        there = next(path for path in (self.root, *self.root.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        need = f"the build needs up to {space / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        return UserError(f"no space left below paths.data={self.root}: {need}", code=4)
 
 
 def read_manifest(directory: Path, key: str) -> dict[str, Any]:
     """The manifest of a ready artifact: it parses, is unchanged, is `key`'s, and every file has its size.
 
-    Raises NotReadyError naming the file.
+    Raises NotReadyError naming the file; UserError (4) if it is there and may not be read.
     """
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
         own = manifest.pop("sha256")
         is_whole = own == _own_hash(manifest)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise NotReadyError(f"{path} is missing") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", code=4) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotReadyError(f"{path} is broken: {error}") from error
     if not is_whole:

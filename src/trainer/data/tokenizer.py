@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,44 +18,8 @@ Ids = npt.NDArray[np.int64]
 """Token ids [n]."""
 
 
-class Tokenizer(Protocol):
-    """What encodes documents and continues prompts."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest id plus one, specials included (the true size, without padding rows)."""
-        ...
-
-    @property
-    def content(self) -> str:
-        """sha256 of everything that decides ids."""
-        ...
-
-    @property
-    def eos(self) -> int:
-        """Id that ends a document."""
-        ...
-
-    @property
-    def bos(self) -> int | None:
-        """Id that begins a document; None if the tokenizer has none."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text: no separators, and a special token's spelling stays text (TOK-2)."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """`encode` of many texts at once."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; specials give their spelling."""
-        ...
-
-
 class ByteTokenizer:
-    """One token a UTF-8 byte, then the two specials."""
+    """One token a UTF-8 byte, then the two specials; members as of LibraryTokenizer."""
 
     vocab_size = 256 + len((EOS, BOS))
     content = hashlib.sha256(f"bytes {EOS} {BOS}".encode()).hexdigest()
@@ -79,6 +42,15 @@ class ByteTokenizer:
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library, from JSON text without truncation and padding."""
 
+    vocab_size: int
+    """Largest id plus one, specials included (the true size, without padding rows)."""
+    content: str
+    """sha256 of everything that decides ids."""
+    eos: int
+    """Id that ends a document."""
+    bos: int | None
+    """Id that begins a document; None if the tokenizer has none."""
+
     def __init__(self, text: str, eos: str, bos: str | None) -> None:
         import tokenizers
 
@@ -96,7 +68,7 @@ class LibraryTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Ids of a text: no separators, and a special token's spelling stays text (TOK-2)."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -107,6 +79,10 @@ class LibraryTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, specials spelled out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""What encodes documents and continues prompts."""
 
 
 def load_tokenizer(config: TokenizerConfig, directory: Path | None) -> Tokenizer:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -81,23 +80,25 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._bin.close()
-        if error is None:
+        if kind is None:
             self._idx.write_bytes(np.frombuffer(self._offsets, np.int64).astype("<i8").tobytes())
 
 
 class TokenFile:
-    """One side of a complete artifact, read through the page cache."""
+    """One side of a complete artifact, read through the page cache.
 
-    def __init__(self, directory: Path, side: str, manifest: dict[str, Any]) -> None:
+    Raises UserError (4) naming file and place: offsets that do not begin at 0 and increase, and ids that are
+    not as many or not as wide as offsets and vocabulary say.
+    """
+
+    def __init__(self, directory: Path, side: str, vocab_size: int) -> None:
         self.name = str(directory / f"{side}.bin")
-        self.offsets = np.fromfile(directory / f"{side}.idx", "<i8")
-        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        self.offsets = _read_offsets(directory / f"{side}.idx")
+        dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
         size = Path(self.name).stat().st_size
-        if self.offsets[0] != 0 or int(self.offsets[-1]) * dtype.itemsize != size:
+        if int(self.offsets[-1]) * dtype.itemsize != size:
             raise UserError(
                 f"{self.name} has {size} bytes, its index says {self.offsets[-1]} ids of {dtype}", code=4
             )
@@ -117,15 +118,21 @@ class TokenFile:
         """Every id of text is a target."""
         return None
 
-    def check_order(self) -> None:
-        """Raise UserError (4) with file and document if an offset does not increase."""
-        bad = np.flatnonzero(self.lengths <= 0)
-        if len(bad):
-            raise UserError(f"{self.name}: offset of document {bad[0] + 1} does not increase", code=4)
-
     def neighbours(self, limit: int) -> tuple[Ids, Ids]:
         """Each id with its successor in its document, over at most the first `limit` ids [pairs] each."""
         ids = self._ids[:limit].astype(np.int64)
         follows = np.ones(len(ids), bool)
         follows[self.offsets[self.offsets < len(ids)]] = False
         return ids[:-1][follows[1:]], ids[1:][follows[1:]]
+
+
+def _read_offsets(path: Path) -> Ids:
+    content = path.read_bytes()
+    if len(content) % 8 or not content:
+        raise UserError(f"{path} has {len(content)} bytes: no list of 64-bit offsets", code=4)
+    offsets = np.frombuffer(content, "<i8")
+    wrong = np.concatenate([offsets[:1] != 0, np.diff(offsets) <= 0])
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise UserError(f"{path}: offset {at} is {offsets[at]}; they begin at 0 and increase", code=4)
+    return offsets

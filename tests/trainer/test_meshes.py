@@ -1,0 +1,167 @@
+"""The whole loop on several ranks writes what one rank writes: metrics, evaluation, checkpoints (law 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from src.config import (
+    BalanceConfig,
+    Config,
+    DataConfig,
+    DeterminismConfig,
+    EvaluationConfig,
+    LrScheduleConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
+from src.trainer.checkpoint.flat import flatten
+from src.trainer.loop import train
+from src.trainer.lr_schedule import learning_rate
+from src.trainer.runtime import join
+from src.trainer.stop import StopRequest
+from tests.distributed import world
+from tests.models.odd import deepseek_v2
+from tests.trainer.small import StopAt, lines, run_here, small_config
+
+STEPS = 4
+LIMIT = 1e-9
+"""Relative, in fp64: rounding grows from 1e-16 over four steps of Adam."""
+SAME = ("step", "lr", "tokens", "tokens_total", "samples_total", "epoch", "skipped", "moe")
+NEAR = ("loss", "grad_norm", "aux_loss", "z_loss")
+
+
+def config(tmp_path: Path, mesh: MeshConfig, **changes: Any) -> Config:
+    """Twelve packed samples a step on any mesh of four ranks, everything on that sums over ranks.
+
+    The norm is clipped, seven held-out samples leave filler on four data ranks, and the lagged balance
+    carries counts from step to step.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "model": deepseek_v2(num_experts=20),
+        "data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=160),
+        "optimizer": OptimizerConfig(kind="adamw", lr=0.01, max_norm=0.3),
+        "lr_schedule": LrScheduleConfig(kind="cosine", warmup=2, horizon=STEPS),
+        "balance": BalanceConfig(kind="global_batch_lagged", coef=0.1, z_loss=0.01),
+        "precision": PrecisionConfig(name="fp64"),
+        "evaluation": EvaluationConfig(name="heldout", every=2, samples=7),
+        "global_batch_size": 12,
+        "max_steps": STEPS,
+    }
+    return small_config(tmp_path, **(options | changes))
+
+
+PP2EP2 = MeshConfig("pp2ep2", pp=2, ep=2)
+REP2DP2 = MeshConfig("rep2dp2", rep=2, dp=2)
+
+
+class AskedOnLastRank(StopAt):
+    """Only the last rank is asked to stop, after two steps."""
+
+    def asked(self) -> bool:
+        return super().asked() and dist.get_rank() == dist.get_world_size() - 1
+
+
+def run_on_ranks(config: Config, directory: Path, attempt: int, stop: StopRequest) -> bool:
+    """Train on the ranks of this world; True if stopped on request."""
+    (directory / "control").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    runtime = join(config.mesh, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    return train(config, directory, attempt, runtime, stop)
+
+
+def stop_and_go_on(tmp_path: Path) -> list[bool]:
+    """Two steps on pp2ep2 until the last rank is asked to stop, the rest on replicas and shards."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    asked = AskedOnLastRank(halves / "control", 1)
+    never = StopRequest(tmp_path / "nowhere")
+    return [
+        run_on_ranks(config(tmp_path, PP2EP2), whole, 1, never),
+        run_on_ranks(config(tmp_path, PP2EP2), halves, 1, asked),
+        run_on_ranks(config(tmp_path, REP2DP2), halves, 2, never),
+    ]
+
+
+def final(directory: Path) -> dict[str, Tensor]:
+    """Weights and moments after the last step."""
+    flatten(directory / "checkpoints" / f"step-{STEPS:08d}", directory / "flat.safetensors")
+    return load_file(directory / "flat.safetensors")
+
+
+def test_the_loop_is_the_same_on_every_mesh(tmp_path: Path) -> None:
+    """Law 1, ENG-4 to ENG-7, EVAL-1, LOG-1, CKPT-2, CKPT-10: metrics, evaluation, weights, moments.
+
+    A second run is stopped by one rank alone and goes on, on another mesh, where it was.
+    """
+    run_here(config(tmp_path, MeshConfig("single")), tmp_path / "single")
+    assert world.run(4, stop_and_go_on, tmp_path) == [[False, True, False]] * 4
+    expected, weights = lines(tmp_path / "single"), final(tmp_path / "single")
+    assert [line["lr"] for line in expected] == [
+        learning_rate(config(tmp_path, PP2EP2), step) for step in range(STEPS)
+    ]
+    assert all(line["grad_norm"] > 0.3 for line in expected)
+    for name in ("whole", "halves"):
+        found = lines(tmp_path / name)
+        assert [line["attempt"] for line in found] == [1, 1, *[1 if name == "whole" else 2] * 2]
+        for line, other in zip(found, expected, strict=True):
+            assert {key: line[key] for key in SAME} == {key: other[key] for key in SAME}
+            assert {k: line[k] for k in NEAR} == pytest.approx({k: other[k] for k in NEAR}, rel=LIMIT)
+        for record, other in zip(
+            lines(tmp_path / name, "evaluation.jsonl"),
+            lines(tmp_path / "single", "evaluation.jsonl"),
+            strict=True,
+        ):
+            assert record.pop("loss") == pytest.approx(other["loss"], rel=LIMIT)
+            assert record == {key: value for key, value in other.items() if key != "loss"}
+        for key, tensor in final(tmp_path / name).items():
+            assert float((tensor - weights[key]).norm() / weights[key].norm().clamp(min=1e-12)) < LIMIT, key
+
+
+def twice_on_ep2(tmp_path: Path) -> None:
+    torch.use_deterministic_algorithms(True)
+    for name in ("ep2 a", "ep2 b"):
+        run_on_ranks(bitwise(tmp_path, MeshConfig("ep2", ep=2)), tmp_path / name, 1, StopRequest(tmp_path))
+
+
+def bitwise(tmp_path: Path, mesh: MeshConfig) -> Config:
+    return config(
+        tmp_path,
+        mesh,
+        determinism=DeterminismConfig(name="bitwise"),
+        precision=PrecisionConfig(name="fp32"),
+        evaluation=EvaluationConfig(name="none"),
+        global_batch_size=4,
+    )
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """`determinism=bitwise` is a switch of the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("restored")
+def test_bitwise_runs_are_equal(tmp_path: Path) -> None:
+    """ENG-28: under `determinism=bitwise` two runs have the same metrics, weights and moments to the bit."""
+    for name in ("single a", "single b"):
+        run_here(bitwise(tmp_path, MeshConfig("single")), tmp_path / name)
+        assert torch.are_deterministic_algorithms_enabled()
+    world.run(2, twice_on_ep2, tmp_path)
+    for mesh in ("single", "ep2"):
+        one, two = (final(tmp_path / f"{mesh} {run}") for run in "ab")
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+        first, second = (lines(tmp_path / f"{mesh} {run}") for run in "ab")
+        assert [[line[k] for k in SAME + NEAR] for line in first] == [
+            [line[k] for k in SAME + NEAR] for line in second
+        ]

@@ -1,0 +1,300 @@
+"""What the loop makes of bad steps, where it reads the device and what it holds on to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from src.config import (
+    BalanceConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    KernelsConfig,
+    LrScheduleConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
+from src.errors import UserError
+from src.trainer import loop as loop_module
+from src.trainer import step as step_module
+from src.trainer.backends.native import NativeBackend, Sums
+from src.trainer.callbacks import checkpointing
+from src.trainer.data.batch import MicroBatch
+from src.trainer.data.corpus import open_data
+from src.trainer.data.loader import Loader
+from src.trainer.data.packed import Packed
+from src.trainer.metrics import Metrics
+from src.trainer.parallel.balance import Balancer
+from src.trainer.runtime import join
+from src.trainer.stop import Agreement
+from src.trainer.worker import exit_code
+from tests.distributed import world
+from tests.trainer.small import lines, run_here, small_config
+
+
+def test_the_launching_process_decides_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 3: the key of `code.json` is the one that is opened; without the file it is computed."""
+    (tmp_path / "code.json").write_text(json.dumps({"commit": None, "data_key": "written"}))
+    config = small_config(tmp_path, data=DataConfig())
+    monkeypatch.setattr(loop_module, "data_key", lambda config: "computed")
+    asked: list[str | None] = []
+
+    def opened(config: Any, key: str | None = None) -> None:
+        asked.append(key)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(loop_module, "open_data", opened)
+    for directory in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match="far enough"):
+            run_here(config, directory)
+    assert asked == ["written", "computed"]
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_a_step_without_any_target_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonfinite: str
+) -> None:
+    """EVAL-4: step and samples are named, also where bad steps are skipped; a sample without is no matter."""
+    config = small_config(tmp_path, nonfinite=nonfinite, max_steps=4)
+    loader = Loader(config, open_data(config), 0, 1, 0)
+    samples = {step: [m.samples[0] for m in loader.read(step - 1).micro_batches] for step in (2, 4)}
+    empty = {*samples[4], samples[2][0]}
+    read = Packed.micro_batch
+
+    def without(packed: Packed, chosen: Sequence[int]) -> MicroBatch:
+        batch = read(packed, chosen)
+        if not empty.issuperset(chosen):
+            return batch
+        return replace(batch, labels_BS=torch.full_like(batch.labels_BS, -100), target_tokens=0)
+
+    monkeypatch.setattr(Packed, "micro_batch", without)
+    with pytest.raises(UserError, match=rf"step 4, samples {', '.join(map(str, samples[4]))} of ") as caught:
+        run_here(config, tmp_path / "bad")
+    assert caught.value.code == 4
+    assert [line["skipped"] for line in lines(tmp_path / "bad")] == [False, False, False, True]
+
+
+def test_held_out_samples_without_any_target_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EVAL-4: the held-out side too is named, where its loss would be 0/0."""
+    read = Packed.micro_batch
+
+    def without(packed: Packed, chosen: Sequence[int]) -> MicroBatch:
+        batch = read(packed, chosen)
+        return replace(batch, labels_BS=torch.full_like(batch.labels_BS, -100), target_tokens=0)
+
+    monkeypatch.setattr(Packed, "micro_batch", without)
+    heldout = EvaluationConfig(name="heldout", samples=2)
+    with pytest.raises(
+        UserError, match="no target in the held-out samples of synthetic zipf, heldout"
+    ) as none:
+        run_here(small_config(tmp_path, evaluation=heldout), tmp_path / "run")
+    assert none.value.code == 4
+
+
+def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-27, LOG-1: data moves on and is counted, the balance's lagged shares stay; speed is tokens/s."""
+    shares: dict[int, list[torch.Tensor]] = {}
+
+    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        shares[run.step] = [share.clone() for share in run.backend.extra_state().values()]
+        return judge(run, norm * math.nan if run.step == 1 else norm)
+
+    monkeypatch.setattr(step_module, "judge", poisoned)
+    balance = BalanceConfig(kind="global_batch_lagged")
+    run_here(small_config(tmp_path, nonfinite="skip", max_steps=4, balance=balance), tmp_path / "run")
+    found = lines(tmp_path / "run")
+    assert [line["skipped"] for line in found] == [False, True, False, False]
+    total = 0
+    for line in found:
+        total += line["tokens"]
+        assert line["tokens_total"] == total
+    assert found[3]["tokens_per_s"] == pytest.approx(found[3]["tokens"] / found[3]["step_time"])
+    assert not torch.equal(shares[1][0], shares[0][0])
+    assert all(map(torch.equal, shares[2], shares[1]))
+    assert not torch.equal(shares[3][0], shares[2][0])
+
+
+@pytest.mark.parametrize("share", [0.25, 4.0])
+def test_the_update_is_as_long_as_clipping_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """ENG-7: a step of SGD moves the weights by lr · min(norm, max_norm) in all."""
+    kept: list[Any] = []
+
+    def keep(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
+        run.config.optimizer.max_norm = share * float(norm)
+        kept.extend([run, float(norm), {n: p.detach().clone() for n, p in run.backend.parameters.items()}])
+        return judge(run, norm)
+
+    monkeypatch.setattr(step_module, "judge", keep)
+    sgd = OptimizerConfig(kind="sgd", lr=0.3, momentum=0.0, weight_decay=0.0, max_norm=1.0)
+    config = small_config(tmp_path, optimizer=sgd, lr_schedule=LrScheduleConfig(kind="constant"), max_steps=1)
+    config.lr_schedule.warmup = 0
+    run_here(replace(config, precision=PrecisionConfig(name="fp64")), tmp_path / "run")
+    run, norm, before = kept
+    moved = torch.stack([(p.detach() - before[n]).norm() for n, p in run.backend.parameters.items()]).norm()
+    assert float(moved) == pytest.approx(0.3 * min(1.0, share) * norm, rel=1e-4)
+
+
+def other_kernels(directory: Path) -> str:
+    """What each rank gets from `write_kernels` when rank 1 chose otherwise."""
+    runtime = join(MeshConfig("dp2", dp=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
+    try:
+        loop_module.write_kernels(directory, runtime, {"attention": ["eager", "sdpa_cpu"][runtime.rank]})
+    except UserError as error:
+        return f"{error.code} {error}"
+    return "fine"
+
+
+def test_ranks_with_other_kernels_are_refused(tmp_path: Path) -> None:
+    """REG-3: the rank that differs from rank 0 says so, with code 3."""
+    first, second = world.run(2, other_kernels, tmp_path)
+    assert first == "fine"
+    assert second.startswith("3 rank 1 chose other kernels than rank 0")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (dist.DistNetworkError("closed"), 6),
+        (dist.DistBackendError("timed out"), 6),
+        (UserError("no", code=8), 8),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(5), 5),
+        (SystemExit("text"), 1),
+        (ValueError("x"), 1),
+    ],
+)
+def test_the_code_of_an_error(error: BaseException, code: int) -> None:
+    """EXIT: a collective that fails is 6, a refusal its own code, everything else 1."""
+    assert exit_code(error) == code
+
+
+def test_an_infinite_loss_is_seen_though_the_gradients_are_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENG-27: the step looks at the loss too."""
+    forward_backward = NativeBackend.forward_backward
+
+    def infinite(backend: NativeBackend, *arguments: Any) -> Sums:
+        sums = forward_backward(backend, *arguments)
+        return replace(sums, loss=sums.loss + math.inf)
+
+    monkeypatch.setattr(NativeBackend, "forward_backward", infinite)
+    with pytest.raises(UserError, match="not finite at step 1") as caught:
+        run_here(small_config(tmp_path, max_steps=1), tmp_path / "run")
+    assert caught.value.code == 7
+
+
+def test_auxiliary_losses_are_means_over_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-24, LOG-1: a layer's even routing is 1, and so is the value of two such layers."""
+    monkeypatch.setattr(Balancer, "_auxiliary", even_unit)
+    run_here(small_config(tmp_path, max_steps=1), tmp_path / "run")
+    assert lines(tmp_path / "run")[0]["aux_loss"] == pytest.approx(1, rel=1e-6)
+
+
+def even_unit(
+    balancer: Balancer, layer: int, scores_TE: Any, routed_UE: Any, top_k: int, bound: Any
+) -> torch.Tensor:
+    """Σ_j n_j / N_tok of a micro-batch, as if every expert were used alike."""
+    weights: torch.Tensor = bound.weights(by_sequence=True)
+    return weights.sum()
+
+
+def test_metrics_are_on_disk_before_a_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOG-3: a run that is killed right after a save has the lines of all the steps it holds."""
+    seen = []
+
+    def save(**keywords: Any) -> None:
+        seen.append((keywords["step"], len(lines(tmp_path / "run")), keywords["scalars"]["tokens_total"]))
+
+    monkeypatch.setattr(checkpointing, "save", save)
+    config = small_config(tmp_path, checkpoint=CheckpointConfig(every=2))
+    config.logger.flush_every = 100
+    run_here(config, tmp_path / "run")
+    totals = [line["tokens_total"] for line in lines(tmp_path / "run")]
+    assert seen == [(2, 2, totals[1]), (4, 4, totals[3]), (6, 6, totals[5])]
+
+
+@pytest.mark.slow
+def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-30: after sixty steps with twenty saves as many live tensors and as much memory as after twelve."""
+    found: dict[int, tuple[int, int]] = {}
+
+    def flush(metrics: Metrics, flush: Any = Metrics.flush) -> Any:
+        written = flush(metrics)
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        found[written[-1]["step"]] = (
+            sum(isinstance(o, torch.Tensor) for o in gc.get_objects()),
+            resident,
+        )
+        return written
+
+    monkeypatch.setattr(Metrics, "flush", flush)
+    config = small_config(
+        tmp_path, max_steps=60, global_batch_size=1, checkpoint=CheckpointConfig(every=3, keep_last=1)
+    )
+    config.data.prefetch = 1
+    run_here(config, tmp_path / "run")
+    assert abs(found[60][0] - found[12][0]) < 20
+    assert found[60][1] - found[12][1] < 2**24
+
+
+def test_a_step_reads_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-8: between flushes the step itself reads no tensor; on CPU the reference product reads offsets."""
+    readers: Counter[str] = Counter()
+
+    def watch(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def reading(tensor: torch.Tensor, *arguments: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                readers[Path(sys._getframe(1).f_code.co_filename).name] += 1
+            return original(tensor, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, reading)
+
+    def step(*arguments: Any, step: Any = loop_module.train_step) -> Any:
+        before = readers.copy()
+        result = step(*arguments)
+        inside.update(readers - before)
+        return result
+
+    inside: Counter[str] = Counter()
+    monkeypatch.setattr(loop_module, "train_step", step)
+    for name in ("item", "tolist", "nonzero", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        watch(name)
+    config = small_config(tmp_path, kernels=KernelsConfig(name="eager"))
+    run_here(replace(config, max_steps=2), tmp_path / "run")
+    assert inside.pop("grouped_mm.py") > 0
+    assert inside.pop("stop.py") == 2
+    inside.pop("batch.py", None)  # Counts real tokens of the host's own batch.
+    assert not inside
+
+
+@pytest.mark.parametrize(
+    ("device", "answers"),
+    [("cpu", [False, True, False]), pytest.param("cuda", [False, False, True], marks=pytest.mark.gpu)],
+)
+def test_ranks_agree_on_the_step_after_which_they_stop(device: str, answers: list[bool]) -> None:
+    """ENG-8, CKPT-10: any asker counts; a GPU answers one step late rather than waiting."""
+    agreement = Agreement()
+    assert [agreement.reached(torch.tensor(n, device=device)) for n in (0, 3, 0)] == answers
