@@ -66,7 +66,11 @@ class BackendConfig:
     """Who owns the model and its step."""
 
     name: str = choice("native", "transformers", "megatron", "automodel")
-    """`native` is ours; the other names are reserved and refused until they exist."""
+    """`native` is ours, `transformers` Hugging Face's model under the same loop; the others are reserved."""
+    attn_implementation: str = choice("auto", "eager", "sdpa")
+    """Attention of transformers; `auto` is sdpa (transformers)."""
+    experts_implementation: str = choice("auto", "eager", "grouped_mm", "batched_mm")
+    """Experts of transformers; `auto` is grouped_mm where widths allow it, else eager (transformers)."""
 
 
 @dataclass

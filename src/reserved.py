@@ -16,7 +16,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "dualpipev": "forwards and backwards cannot overlap yet",
     },
     "backend": {
-        "transformers": "Hugging Face models do not run under the loop yet",
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
     },

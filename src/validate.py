@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
+from src.models.convert.table import CONVERSIONS
 from src.models.schema import DeepseekV2Config
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
@@ -176,6 +177,29 @@ def _deepseek(m: DeepseekV2Config) -> list[tuple[bool, str, str, str, str]]:
     ]
 
 
+def _backend(config: Config) -> Iterator[Problem]:
+    """What transformers owns is chosen by its keys, what we own by ours; neither passes unread."""
+    if config.backend.name != "transformers":
+        for key in ("attn_implementation", "experts_implementation"):
+            value = getattr(config.backend, key)
+            if value != "auto":
+                message = f"{value} is for transformers; backend={config.backend.name} chooses by kernels"
+                yield Problem(f"backend.{key}", message, f"type backend.{key}=auto", "backend")
+        return
+    for operation, key in (("attention", "attn"), ("grouped_mm", "experts")):
+        value = getattr(config.kernels, operation)
+        if value is not None:
+            message = f"{value} is ours; backend=transformers computes this by its own code"
+            fix = f"type backend.{key}_implementation= instead"
+            yield Problem(f"kernels.{operation}", message, fix, "backend")
+    conversion = CONVERSIONS.get(config.model.family)
+    if conversion is None:
+        message = f"the family {config.model.family} has no conversion to transformers"
+        yield Problem("backend", message, f"model={' or model='.join(CONVERSIONS)}", "backend")
+    else:
+        yield from conversion.problems(config.model)
+
+
 def _checkpoint(config: Config) -> Iterator[Problem]:
     try:
         size_in_bytes(config.checkpoint.verify)
@@ -213,5 +237,5 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
-    *(_model, _checkpoint, _resume, _logger, _profile),
+    *(_model, _backend, _checkpoint, _resume, _logger, _profile),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from src.config import Config
-from src.trainer.backends.native import NativeBackend
+from src.trainer.backends.base import Backend
 from src.trainer.data.corpus import Data
 from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime
@@ -24,7 +24,7 @@ class Run:
     attempt: int
     runtime: Runtime
     data: Data
-    backend: NativeBackend
+    backend: Backend
     optimizer: Optimizer
     stop: StopRequest
     agreement: Agreement = field(default_factory=Agreement)

@@ -218,7 +218,10 @@ def witness(name: str, seen: set[str]) -> Any:
 
 
 def test_masters_stay_in_fp32() -> None:
-    """MOD-4, ENG-3: under `master` products run in bf16, router and sums of gradients in fp32, alone."""
+    """MOD-4, ENG-3: under `master` products run in bf16, router and sums of gradients in fp32, alone.
+
+    The limit of the loss is below what 1/N_tok in bf16 would do: 1/288 is off by a five-hundredth there.
+    """
     (loss, norm, _), (mixed_loss, mixed_norm, dtypes) = (
         world.run(1, mixed_step, precision)[0] for precision in ("fp32", "master")
     )
@@ -229,8 +232,8 @@ def test_masters_stay_in_fp32() -> None:
         "gradient torch.float32",
         "sums in bf16 False",
     }
-    assert mixed_loss == pytest.approx(loss, rel=2e-3)
-    assert mixed_norm == pytest.approx(norm, rel=2e-2)
+    assert mixed_loss == pytest.approx(loss, rel=1e-4)
+    assert mixed_norm == pytest.approx(norm, rel=1e-3)
 
 
 def lagged_state() -> bool:

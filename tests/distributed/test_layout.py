@@ -138,6 +138,6 @@ def test_experts_are_contiguous_blocks() -> None:
 
 def test_reserved_backends_are_refused_by_name() -> None:
     """DESIGN: megatron and automodel are reserved."""
-    for name in ("megatron", "automodel", "transformers"):
+    for name in ("megatron", "automodel"):
         with pytest.raises(UserError, match=f"'{name}' is reserved"):
             backend_class(name)

@@ -1,12 +1,14 @@
 """DeepSeek-V2 in Hugging Face's words.
 
-The tensors need no map: the release's files use our canonical names, shapes and layout (HFN), per expert.
+The tensors need no map: the release's files use our canonical names, shapes and layout (HFN), per expert. In
+memory transformers stacks the experts as we do, under other names.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from src.errors import Problem
 from src.models.names import vocabulary
 from src.models.schema import DeepseekV2Config
 
@@ -46,6 +48,37 @@ def hf_config(config: DeepseekV2Config) -> dict[str, Any]:
         "norm_topk_prob": False,
         "hidden_act": "silu",
     }
+
+
+STACKS = {".experts.gate_up": ".experts.gate_up_proj", ".experts.down": ".experts.down_proj"}
+"""End of a stack's name here → in transformers' module; shapes and order of rows are the same (FFN-2)."""
+ROUTER = "mlp.gate"
+"""The router within a decoder layer of transformers; it returns logits [T,E], weights [T,K] and ids [T,K]."""
+
+
+def hf_parameter(name: str) -> str:
+    """Name in `named_parameters()` of transformers' model, from that of ours."""
+    for ours, theirs in STACKS.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
+    return name
+
+
+def hf_problems(config: DeepseekV2Config) -> list[Problem]:
+    """What transformers' `DeepseekV2ForCausalLM` cannot be."""
+    problems = []
+    if config.num_shared_experts == 0:
+        message = "transformers always builds the shared experts of a DeepSeek-V2"
+        problems.append(Problem("model.num_shared_experts", message, "model.num_shared_experts=1", "backend"))
+    if (config.kv_lora_rank + config.qk_rope_head_dim) % 2:
+        message = f"transformers takes even widths of latent and rotary key only, not {config.kv_lora_rank}"
+        fix = f"model.kv_lora_rank={config.kv_lora_rank + 1}"
+        problems.append(Problem("model.kv_lora_rank", message, fix, "ATT-2"))
+    if config.hidden_size % config.num_heads:
+        message = f"transformers wants a multiple of num_heads={config.num_heads}, not {config.hidden_size}"
+        fix = f"model.hidden_size={(config.hidden_size // config.num_heads + 1) * config.num_heads}"
+        problems.append(Problem("model.hidden_size", message, fix, "backend"))
+    return problems
 
 
 def _rope(config: DeepseekV2Config) -> dict[str, Any]:

@@ -7,7 +7,6 @@ holds is its stage's layers, its block of experts and its shards of both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from src.kernels.dtypes import accumulate
 from src.kernels.registry import Ops, resolve
 from src.models.build import CausalLM, ParamSpec, needs, param_specs
 from src.models.counts import moe_layers
-from src.models.names import canonical
+from src.models.names import Entry, canonical
 from src.models.protocol import Dispatcher
+from src.trainer.backends.base import Sums
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
@@ -38,20 +38,6 @@ ALL_DATA = ("rep", "dp", "cp", "ep")
 """Axes over which loss sums and load counts add up, stages apart."""
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Device values of a step, local parts whose SUM over all ranks is the global value."""
-
-    loss: Tensor
-    """Σ cross entropy / N_tok."""
-    aux: Tensor
-    """Σ over MoE layers of the auxiliary measure, without its coefficient; 1 a layer is even routing."""
-    z: Tensor
-    """Σ over MoE layers of mean squared logsumexp."""
-    counts: Tensor
-    """int64 rows per expert of real tokens [MoE layers of the model, E]; zero in layers of other stages."""
-
-
 class NativeBackend:
     """Model, parallelism and step of one rank."""
 
@@ -61,7 +47,7 @@ class NativeBackend:
         self._config, self._runtime, self._model, self._ops = config, runtime, model, ops
         self._precision = precision
         self._sharded = is_sharded(runtime, precision)
-        self.specs: dict[str, ParamSpec] = param_specs(model)
+        self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         """Module name → this rank's parameter: a plain tensor, or a DTensor where sharded."""
@@ -167,7 +153,7 @@ class NativeBackend:
     def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, LocalEntry]:
         """Canonical name → what this rank holds of it, in its parameters or in tensors shaped like them."""
         held = self.parameters if tensors is None else tensors
-        return local_entries(canonical(self._config.model), self.parameters, held, self._model.stage.experts)
+        return local_entries(self._canonical(), self.parameters, held, self._model.stage.experts)
 
     def extra_state(self) -> dict[str, Tensor]:
         """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
@@ -181,6 +167,12 @@ class NativeBackend:
         """Copy back what `extra_state` gave, on any mesh."""
         for name, tensor in self.extra_state().items():
             tensor.copy_(tensors[name])
+
+    def _specs(self) -> dict[str, ParamSpec]:
+        return param_specs(self._model)
+
+    def _canonical(self) -> dict[str, Entry]:
+        return canonical(self._config.model)
 
     @property
     def _vocabulary(self) -> int:

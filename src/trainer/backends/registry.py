@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from src.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from src.trainer.backends.native import NativeBackend
+    from src.trainer.backends.base import Backend
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Capabilities:
     """Values of `balance`."""
     force: tuple[str, ...]
     """Values of `balance.force`."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Key → why other values are refused; without one they do not exist yet."""
 
 
 BACKENDS: dict[str, Capabilities] = {
@@ -45,10 +48,26 @@ BACKENDS: dict[str, Capabilities] = {
         balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
         force=("none",),
     ),
+    "transformers": Capabilities(
+        path="src.trainer.backends.transformers:TransformersBackend",
+        axes=("rep", "dp"),
+        schedules=("gpipe", "1f1b"),
+        overlap=False,
+        recompute=("none",),
+        precision=("auto", "fp32", "master"),
+        balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
+        force=("none",),
+        reasons={
+            "mesh.pp": "transformers' layers are not cut into stages",
+            "mesh.cp": "transformers' attention wants the whole sequence",
+            "mesh.ep": "transformers' experts are not divided",
+            "precision": "transformers computes norms, softmax and router in fp32 whatever the model's dtype",
+        },
+    ),
 }
 """The backends that exist."""
 
-RESERVED = ("transformers", "megatron", "automodel")
+RESERVED = ("megatron", "automodel")
 """Names that are kept for backends to come and refused until then."""
 
 
@@ -60,7 +79,7 @@ def problem(name: str) -> Problem | None:
     return Problem("backend", f"'{name}' is {why}", f"use backend={' or '.join(BACKENDS)}", rule="backend")
 
 
-def backend_class(name: str) -> type[NativeBackend]:
+def backend_class(name: str) -> type[Backend]:
     """The class behind `backend=name`.
 
     Raises:
@@ -70,5 +89,5 @@ def backend_class(name: str) -> type[NativeBackend]:
     if refused is not None:
         raise UserError([refused])
     module, _, attribute = BACKENDS[name].path.partition(":")
-    found: type[NativeBackend] = getattr(import_module(module), attribute)
+    found: type[Backend] = getattr(import_module(module), attribute)
     return found

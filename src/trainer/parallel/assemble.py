@@ -8,7 +8,7 @@ import torch
 
 from src.config import Config
 from src.kernels.registry import Ops
-from src.models.build import CausalLM, Stage, build
+from src.models.build import CausalLM, Stage, build, param_specs
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Dispatcher
 from src.trainer.parallel import layout
@@ -30,7 +30,7 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
         model = build(config.model, stage_of(config, runtime), ops)
     model.to(precision.parameters)
     if sharded:
-        shard(model, runtime, precision)
+        shard(model, param_specs(model), runtime, precision)
         model.to_empty(device=runtime.device)
     model.reset_buffers(runtime.device)
     if sharded:

@@ -7,7 +7,7 @@ again. Gradients are reduced once a step, outside autograd (`adapter.reduce_grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from src.models.build import CausalLM, param_specs
+from src.models.build import CausalLM, ParamSpec
 from src.trainer.parallel.pipeline.adapter import set_flags
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
@@ -30,7 +30,9 @@ def is_sharded(runtime: Runtime, precision: Precision) -> bool:
     return runtime.size("rep", "dp", "cp", "ep") > 1 or precision.is_mixed
 
 
-def shard(model: CausalLM[Any], runtime: Runtime, precision: Precision) -> None:
+def shard(
+    model: CausalLM[Any], specs: Mapping[str, ParamSpec], runtime: Runtime, precision: Precision
+) -> None:
     """Make FSDP2 units of the parts of a model on the meta device: experts, layers, embedding, the rest.
 
     Under mixed precision what is `wide` (the router) is a unit of its own, whose parameters are not cast.
@@ -40,7 +42,6 @@ def shard(model: CausalLM[Any], runtime: Runtime, precision: Precision) -> None:
     # No operation in place follows a stage's output, so that its being a view is no danger.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     dense, experts = make_mesh(runtime, "dp", "cp", "ep"), make_mesh(runtime, "dp", "cp")
-    specs = param_specs(model)
     for name, layer in model.model.layers.named_children():
         for path, part in layer.named_modules(prefix=f"model.layers.{name}"):
             own = [specs[f"{path}.{n}"] for n, _ in part.named_parameters(recurse=False)]
@@ -58,12 +59,18 @@ def shard(model: CausalLM[Any], runtime: Runtime, precision: Precision) -> None:
 
 
 def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
-    """One FSDP2 unit: what it holds is gathered, cast and reduced together."""
+    """One FSDP2 unit: what it holds is gathered, cast and reduced together.
+
+    What goes in is not cast: activations come in the right dtype, and 1/N_tok or a routing weight in bf16
+    would be off by up to 1/256.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
     if precision.is_mixed:
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.parameters)
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute, reduce_dtype=precision.parameters, cast_forward_inputs=False
+        )
     fully_shard(
         module,
         mesh=mesh,

@@ -191,5 +191,6 @@ def _capabilities(config: Config) -> list[Problem]:
 
 
 def _unable(config: Config, key: str, value: object, able: list[str]) -> Problem:
-    message = f"backend {config.backend.name} does not take {key}={value} yet"
+    why = registry.BACKENDS[config.backend.name].reasons.get(key)
+    message = f"backend {config.backend.name} does not take {key}={value}" + (f": {why}" if why else " yet")
     return Problem(key, message, " or ".join(f"{key}={name}" for name in able), rule="backend")

@@ -1,0 +1,35 @@
+"""Families that transformers has too: config, names and limits of its model, without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from src.errors import Problem
+from src.models.convert import deepseek_v2
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a family stands in transformers. Typed loosely: each function takes its family's config class."""
+
+    config: Callable[..., dict[str, Any]]
+    """Our config → the content of `config.json`."""
+    parameter: Callable[[str], str]
+    """Name of a parameter of our model → of the same tensor in transformers' model."""
+    problems: Callable[..., list[Problem]]
+    """Our config → what transformers' model cannot be."""
+    router: str
+    """Module within a decoder layer that returns router logits, weights and expert ids."""
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    "deepseek_v2": Conversion(
+        config=deepseek_v2.hf_config,
+        parameter=deepseek_v2.hf_parameter,
+        problems=deepseek_v2.hf_problems,
+        router=deepseek_v2.ROUTER,
+    ),
+}
+"""Family → its conversion."""

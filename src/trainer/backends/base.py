@@ -1,0 +1,96 @@
+"""What the loop, checkpoints, evaluation and samples need of a backend, whichever runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from torch import Tensor, nn
+
+from src.config import Config
+from src.models.build import ParamSpec
+from src.trainer.data.batch import MicroBatch, StepBatch
+from src.trainer.parallel.shards import LocalEntry
+from src.trainer.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Device values of a step, local parts whose SUM over all ranks is the global value."""
+
+    loss: Tensor
+    """Σ cross entropy / N_tok."""
+    aux: Tensor
+    """Σ over MoE layers of the auxiliary measure, without its coefficient; 1 a layer is even routing."""
+    z: Tensor
+    """Σ over MoE layers of mean squared logsumexp."""
+    counts: Tensor
+    """int64 rows per expert of real tokens [MoE layers of the model, E]; zero in layers of other stages."""
+
+
+class Backend(Protocol):
+    """Model, parallelism and step of one rank."""
+
+    @classmethod
+    def build(cls, config: Config, runtime: Runtime) -> Self:
+        """This rank's part of the model with its initial weights.
+
+        Raises:
+            UserError: a kernel or a package that the config names is not available here (3).
+        """
+        ...
+
+    @property
+    def specs(self) -> Mapping[str, ParamSpec]:
+        """Module name → how the parameter starts and is treated."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Module name → this rank's parameter: a plain tensor, or a DTensor where sharded."""
+        ...
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Global indices of the layers with experts; the rows of `Sums.counts`."""
+        ...
+
+    def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
+        """All micro-batches of a step; leaves the gradients, reduced by SUM, in `.grad` of `parameters`.
+
+        `n_tokens` is the int64 device scalar of the labels of the global batch (ENG-4).
+        """
+        ...
+
+    def grad_norm(self, loss: Tensor | None = None) -> Tensor:
+        """Global L2 norm of all gradients (ENG-6); not finite if `loss` of any rank is not (ENG-27)."""
+        ...
+
+    def finish_step(self, skip: Tensor) -> None:
+        """Take over what a step leaves for the next one, unless `skip` is above 0 on the device."""
+        ...
+
+    def evaluate(self, micro_batch: MicroBatch) -> Tensor:
+        """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
+        ...
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        """Logits [B,S,V] of full documents, on every rank; every rank calls it with the same ids."""
+        ...
+
+    def ops_record(self) -> dict[str, Any]:
+        """What `kernels.json` says; equal on all ranks."""
+        ...
+
+    def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> Mapping[str, LocalEntry]:
+        """Canonical name → what this rank holds of it, in its parameters or in tensors shaped like them."""
+        ...
+
+    def extra_state(self) -> Mapping[str, Tensor]:
+        """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
+        ...
+
+    def load_extra_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy back what `extra_state` gave, on any mesh and from any backend."""
+        ...

@@ -1,0 +1,160 @@
+"""transformers' causal language model in the place of ours: the same calls, none of our layers.
+
+Imported only when `backend=transformers` is chosen, and transformers itself only in `load_package`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.errors import Problem, UserError
+from src.kernels.dtypes import widen
+from src.kernels.registry import Ops
+from src.models.convert.table import CONVERSIONS, Conversion
+from src.models.counts import moe_layers
+from src.models.protocol import Balance, Batch, Dispatcher
+from src.models.schema import ModelConfig
+from src.models.stage import whole
+
+INSTALL = "pip install 'transformers>=5.17,<6'"
+
+
+def load_package() -> Any:
+    """The module `transformers`.
+
+    Raises:
+        UserError: it is not installed, or cannot be imported (3).
+    """
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        message = f"transformers needs a package that cannot be imported: {error}"
+        raise UserError([Problem("backend", message, INSTALL, rule="backend")], code=3) from error
+
+
+class Peer(nn.Module):
+    """transformers' decoder and head on this rank; `named_parameters()` are those of its own model."""
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, dtype: torch.dtype, attention: str, experts: str
+    ) -> None:
+        """`dtype` is that of activations."""
+        super().__init__()
+        package, self.conversion = load_package(), conversion_of(config)
+        settings = self.conversion.config(config)
+        causal_lm = package.AutoModelForCausalLM.from_config(
+            package.AutoConfig.for_model(**settings),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts,
+        )
+        self.config, self.ops, self.stage = config, ops, whole(config)
+        self._dtype = dtype
+        self.attention, self.experts, self.version = attention, experts, str(package.__version__)
+        self.model: Any = causal_lm.model
+        self.lm_head: Any = causal_lm.lm_head
+
+    def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
+        """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
+        with self._watched(batch.balance):
+            out = self.model(
+                input_ids=ids_BS,
+                attention_mask=self._mask(batch),
+                position_ids=batch.positions_BS,
+                use_cache=False,
+            )
+        hidden_BSD: Tensor = out.last_hidden_state
+        return hidden_BSD
+
+    def loss(self, hidden_BSD: Tensor, labels_BS: Tensor, scale: Tensor) -> Tensor:
+        """scale·Σ cross-entropy over labels ≠ −100, which come shifted; our head, neither shift nor mean."""
+        loss: Tensor = self.ops.linear_cross_entropy(
+            hidden_BSD.flatten(0, 1), self.lm_head.weight, labels_BS.flatten(), scale
+        )
+        return loss
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        """[B,S,D] → [B,S,V], fp32 at least."""
+        return F.linear(widen(hidden_BSD), widen(self.lm_head.weight))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After memory was given: tie again, and compute tables anew by transformers' own rule (TRAP-7)."""
+        if self.config.tie_embeddings:  # Memory is given to each module's parameter apart.
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for parameter in self.parameters():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        for module in self.model.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                self.model._init_weights(module)
+
+    def _mask(self, batch: Batch) -> Tensor | None:
+        """None where samples are full documents, else who sees whom [B,1,S,S] as this attention reads it."""
+        if batch.documents_BS is None:
+            return None
+        documents_BS = batch.documents_BS
+        length = documents_BS.shape[1]
+        allowed = torch.ones(length, length, dtype=torch.bool, device=documents_BS.device).tril()
+        allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+        if self.attention == "sdpa":
+            return allowed
+        zeros = torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device)
+        return zeros.masked_fill_(~allowed, torch.finfo(self._dtype).min)
+
+    @contextmanager
+    def _watched(self, balance: Balance | None) -> Iterator[None]:
+        """Let the balancer see every router's output for one forward, and put its term into the weights."""
+        if balance is None:
+            yield
+            return
+        layers = moe_layers(self.config)
+        routers = [self.model.layers[index].get_submodule(self.conversion.router) for index in layers]
+        handles = [
+            router.register_forward_hook(partial(_balanced, balance, index))
+            for index, router in zip(layers, routers, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _balanced(
+    balance: Balance, layer: int, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's output with the auxiliary term in its weights; scores before group masks (ENG-24)."""
+    logits_TE, weights_TK, ids_TK = output
+    scores_TE = logits_TE.softmax(-1)
+    return logits_TE, balance.apply(layer, logits_TE, scores_TE, ids_TK, weights_TK), ids_TK
+
+
+def conversion_of(config: ModelConfig) -> Conversion:
+    """The conversion of a family that has one; composition refuses the others."""
+    return CONVERSIONS[config.family]
+
+
+def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str:
+    """The implementation that runs: `auto` is grouped_mm where its rows are whole 16-byte blocks, else eager.
+
+    Raises:
+        UserError: grouped_mm was asked for by name and the widths do not allow it (3).
+    """
+    widths = {"model.hidden_size": config.hidden_size, "model.expert_size": cast(Any, config).expert_size}
+    unit = 16 // dtype.itemsize
+    odd = {key: width for key, width in widths.items() if width % unit}
+    if wanted == "auto":
+        return "eager" if odd else "grouped_mm"
+    if wanted == "grouped_mm" and odd:
+        told = ", ".join(f"{key}={width}" for key, width in odd.items())
+        message = f"grouped_mm takes widths in multiples of {unit} with {dtype}, not {told}"
+        raise UserError([Problem("backend.experts_implementation", message, "eager", "REG-2")], code=3)
+    return wanted
