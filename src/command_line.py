@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from src.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from src.config import Config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,22 +72,46 @@ def _single(overrides: list[str]) -> int:
 
     started = time.monotonic()
     composed = compose(overrides)
-    if composed.is_multirun:
-        return _sweep(["--multirun"], overrides, multirun=True)
     config = composed.config
+    is_remote = config.launcher.name == "slurm"
+    if composed.is_multirun != is_remote:
+        return _mode(composed.is_multirun, overrides)
     if config.dry_run:
-        from src.launchers.plan import dry_run_text, make_plan
-
-        print(dry_run_text(make_plan(config, overrides)))
-        return 0
+        return _dry_run(config, overrides, is_remote)
     seconds = time.monotonic() - started
     print(
         f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)",
         flush=True,
     )
+    if is_remote:
+        from src.launchers.slurm import run_job
+
+        return run_job(config, overrides)
     from src.launchers.launch import run_one
 
     return run_one(config, overrides)
+
+
+def _dry_run(config: Config, overrides: list[str], is_remote: bool) -> int:
+    from src.launchers.plan import dry_run_text, make_plan
+
+    plan = make_plan(config, overrides)
+    if is_remote:
+        from src.launchers.slurm import script_of
+
+        print(script_of(config, [plan]))
+    print(dry_run_text(plan))
+    return 0
+
+
+def _mode(is_multirun: bool, overrides: list[str]) -> int:
+    """Hydra's mode was set apart from the launcher: a sweep of one, or a remote launcher that would not be one."""
+    if is_multirun:
+        return _sweep(["--multirun"], overrides, multirun=True)
+    fix = "leave hydra.mode alone"
+    raise UserError(
+        [Problem("hydra.mode", "launcher=slurm submits jobs and trains nothing here", fix, "PLAN-5")]
+    )
 
 
 def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:

@@ -47,7 +47,9 @@ def _of_a_job(config: Config) -> Machine:
     source = "unprobed: the job's nodes were not asked"
     if wanted == "cpu" or (wanted == "auto" and gpus is None):
         return Machine("cpu", 1, None, source)
-    nodes = config.launcher.nodes or (1 if config.mesh.spec == "auto" else -(-config.mesh.world // (gpus or 1)))
+    nodes = config.launcher.nodes or (
+        1 if config.mesh.spec == "auto" else -(-config.mesh.world // (gpus or 1))
+    )
     return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, None, source)
 
 

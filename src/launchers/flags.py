@@ -66,7 +66,9 @@ class Flag:
         return f"--{self.name}" if self.value == "true" else f"--{self.name}={self.value}"
 
 
-def sbatch_flags(config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str) -> list[Flag]:
+def sbatch_flags(
+    config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str
+) -> list[Flag]:
     """The flags in a stable order; the last layer that names a flag decides, and it stands once.
 
     Args:
