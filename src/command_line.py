@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from src.errors import Problem, UserError
+from src.launchers.places import Place, recognise
 
 if TYPE_CHECKING:
     from src.config import Config
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 
         print(help_text())
         return 0
-    if not parsed.shell_completion:
+    if not parsed.shell_completion and not _is_silent():
         print(f"manyhead {_version()}: composing", flush=True)
     try:
         return _run(parsed, list(arguments))
@@ -36,6 +37,11 @@ def main(arguments: Sequence[str]) -> int:
         return error.code
     except KeyboardInterrupt:
         return 130
+
+
+def _is_silent() -> bool:
+    """Whether this is one of several processes, and not the first of them."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,9 +67,25 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _hydra(flags, parsed.overrides)
+    place = recognise(os.environ)
+    if place is not None:
+        return _direct(place, parsed)
     if parsed.multirun or parsed.cfg or parsed.info:
         return _sweep(flags, parsed.overrides, parsed.multirun)
     return _single(parsed.overrides)
+
+
+def _direct(place: Place, parsed: argparse.Namespace) -> int:
+    """One of several processes that srun or torchrun started: it becomes its rank."""
+    if parsed.multirun or parsed.cfg or parsed.info:
+        message = f"{place.source} started {place.tasks} processes, each of which would do the same"
+        problem = Problem("arguments", message, f"type it without {place.source}", "DIRECT-5")
+        if place.rank == 0:
+            raise UserError([problem])
+        return 2
+    from src.launchers.direct import run_direct
+
+    return run_direct(place, parsed.overrides)
 
 
 def _single(overrides: list[str]) -> int:
@@ -76,6 +98,9 @@ def _single(overrides: list[str]) -> int:
     is_remote = config.launcher.name == "slurm"
     if composed.is_multirun != is_remote:
         return _mode(composed.is_multirun, overrides)
+    if config.launcher.name == "direct":
+        message = "the environment names no rank: neither torchrun nor srun with several tasks started this"
+        raise UserError([Problem("launcher", message, "type launcher=local", "DIRECT-5")])
     if config.dry_run:
         return _dry_run(config, overrides, is_remote)
     seconds = time.monotonic() - started
@@ -105,7 +130,7 @@ def _dry_run(config: Config, overrides: list[str], is_remote: bool) -> int:
 
 
 def _mode(is_multirun: bool, overrides: list[str]) -> int:
-    """Hydra's mode was set apart from the launcher: a sweep of one, or a remote launcher that would not be one."""
+    """Hydra's mode was set apart from the launcher's: a sweep of one job, or a refusal."""
     if is_multirun:
         return _sweep(["--multirun"], overrides, multirun=True)
     fix = "leave hydra.mode alone"

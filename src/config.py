@@ -88,7 +88,7 @@ class LauncherConfig:
     """Where ranks run."""
 
     name: str = choice("local", "slurm", "spur", "direct")
-    """`local` starts ranks here, `slurm` submits a job, `direct` becomes the rank that the environment names."""
+    """`local` starts ranks here, `slurm` submits jobs, `direct` is the rank that the environment names."""
     slots: int | None = None
     """Ranks this machine takes side by side in a sweep; null is the number of GPUs, on CPU of cores."""
     parallel: str = "auto"
@@ -118,7 +118,7 @@ class LauncherConfig:
     cpus_per_task: int | None = None
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)
-    """Any other flag of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare flag."""
+    """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
     wait: bool = True

@@ -42,7 +42,7 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
 
 
 def _of_a_job(config: Config) -> Machine:
-    """Nobody asks the nodes: without `launcher.gpus_per_node` they are CPUs, unless `platform` names a GPU."""
+    """Nobody asks the nodes: without `launcher.gpus_per_node` they are CPUs, unless `platform` says GPU."""
     wanted, gpus = config.platform.name, config.launcher.gpus_per_node
     source = "unprobed: the job's nodes were not asked"
     if wanted == "cpu" or (wanted == "auto" and gpus is None):

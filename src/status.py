@@ -37,6 +37,11 @@ class Status:
         """Replace `RUN/status.json`."""
         write_json(run / "status.json", {"schema": SCHEMA, **vars(self)})
 
+    @property
+    def why(self) -> str | None:
+        """The reason in one line."""
+        return f"{self.reason['type']}: {self.reason['message']}" if self.reason else None
+
     @classmethod
     def read(cls, run: Path) -> Status | None:
         """What `RUN/status.json` holds, to be gone on with; None where that is unknown."""

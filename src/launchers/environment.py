@@ -104,7 +104,7 @@ def wait_policy(setting: Setting) -> str | None:
 
 
 def network_device(setting: Setting) -> str | None:
-    """Name of the device over which ranks meet: the loopback on one machine, else the route to the first host."""
+    """Name of the device over which ranks meet: loopback on one machine, else that to the first host."""
     names = [name for _, name in socket.if_nameindex()]
     if setting.meeting is None:
         return next((name for name in ("lo", "lo0") if name in names), None)

@@ -1,4 +1,4 @@
-"""What is asked of sbatch, each flag with its origin: pure functions of the config (FLAG, SLURM-1, PLAN-1)."""
+"""What is asked of sbatch, each flag with its origin: pure functions of the config (FLAG, SLURM-1)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The agent of one node of a job: `python -m src.launchers.node RUN`, one task a node, started by srun (AGENT).
+"""The agent of one node of a job, one task a node, started by srun: `python -m src.launchers.node RUN`.
 
 It starts the node's ranks as a local launch does, asks them to save when the scheduler wants the node back,
-and leaves `control/node.<k>.json`: srun's own code says little about who failed first (AGENT-4).
+and leaves `control/node.<k>.json`: srun's own code says little about who failed first (AGENT-1 to 4).
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from src.launchers.console import Console
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
-from src.launchers.spread import spread
+from src.launchers.spread import Spread, spread
 from src.launchers.watch import Ended, Signals, Watcher
 from src.machine import find_machine
 from src.records import read_json, write_json
 from src.runs import attempts
 
+STEP_PORTS = 101
+"""Distance between the ports of the config's store and of the agents, where srun starts agents directly."""
 KILL_WAIT = 600.0
 """Seconds that a node which was told to end waits to be killed (AGENT-3)."""
 
@@ -69,6 +71,14 @@ def run_node(run: str) -> None:
     os._exit(code)
 
 
+def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
+    """Run one node's share of a launch that srun started without a job of ours; returns the node's code."""
+    signals = Signals()
+    step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
+    with signals.installed(), signals.collected():
+        return settle_node(run, Place(number, nodes, first_host, step + STEP_PORTS), signals)
+
+
 def settle_node(run: Path, place: Place, signals: Signals) -> int:
     """Run the ranks and write the node's record; returns the node's exit code."""
     record: dict[str, Any] = {"node": place.node, "host": socket.gethostname(), "codes": {}, "killed": False}
@@ -87,7 +97,9 @@ def settle_node(run: Path, place: Place, signals: Signals) -> int:
 
 def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ended:
     """Start this node's ranks, and watch them until all have ended."""
-    share = spread(config, find_machine(config).platform)
+    share = Spread(place.nodes, config.mesh.world // place.nodes)
+    if config.launcher.name == "slurm":
+        share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
     attempt = attempts(run)

@@ -79,7 +79,7 @@ class Meeting:
 
 
 def start(run: Path, ranks: int, worker: str = WORKER, meeting: Meeting | None = None) -> Ranks:
-    """Start the `ranks` ranks of this node in this process's environment; without a meeting it is the only one."""
+    """Start the `ranks` ranks of this node in this process's environment; without a meeting it is alone."""
     command = rank_command(run, worker)
     if meeting is None and ranks == 1:
         return LoneRank(command)
@@ -107,7 +107,7 @@ class LoneRank:
 
 
 class ElasticRanks:
-    """Ranks under PyTorch's elastic agent, without restarts; alone on a port that its store binds (LOCAL-1)."""
+    """Ranks under PyTorch's elastic agent, without restarts; alone on a port its store binds (LOCAL-1)."""
 
     def __init__(self, command: list[str], ranks: int, meeting: Meeting | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="manyhead-agent-")

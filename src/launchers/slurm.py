@@ -15,7 +15,6 @@ from src import runs
 from src.code_identity import CodeRecord, code_record
 from src.config import Config
 from src.digest import config_digest
-from src.launchers import scheduler
 from src.launchers.follow import Follower, is_over
 from src.launchers.launch import Launch, finish, guarded, log_files, papers, prepare_data
 from src.launchers.plan import LaunchPlan, check_memory, make_plan
@@ -91,7 +90,7 @@ def living_job(run: Path) -> str | None:
 
 
 def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord) -> str:
-    """Prepare data, write the run's papers and submit; the directory is held meanwhile. Returns the job's id."""
+    """Prepare data, write the run's papers, submit; the directory is held meanwhile. Returns the job's id."""
     taken = runs.take(found, launch.config)
     try:
         if launch.config.data.prepare.where == "submit":
@@ -175,15 +174,3 @@ def follow(launch: Launch, run: Path, number: str) -> int:
     finish(launch, run, status)
     assert status.exit_code is not None
     return status.exit_code
-
-
-__all__ = [
-    "FOLDER",
-    "living_job",
-    "open_attempt",
-    "pinned",
-    "run_job",
-    "scheduler",
-    "script_of",
-    "submit_runs",
-]

@@ -1,4 +1,4 @@
-"""A multirun on Slurm: data prepared once, one array per kind of resources, one table at the end (SLURM-5)."""
+"""A multirun on Slurm: data prepared once, one array per kind of resources, one table (SLURM-5)."""
 
 from __future__ import annotations
 
@@ -154,14 +154,15 @@ class SlurmSweep(Sweep):
     def _look_at_jobs(self) -> None:
         self._queue.look(soon=self._interrupted)
         for job in self._running():
-            assert job.progress is not None and job.remote is not None and job.path is not None
+            assert job.progress is not None
+            assert job.remote is not None
+            assert job.path is not None
             for _ in job.progress.read():
                 pass
             verdict = self._queue.verdict(job.remote, job.path)
             if verdict is not None:
                 status = write_verdict(job.path, verdict, self._interrupted)
-                reason = status.reason
-                job.end(status.state, status.exit_code, reason and f"{reason['type']}: {reason['message']}")
+                job.end(status.state, status.exit_code, status.why)
                 self._report_run(job.path)
                 self._ended(job)
 
@@ -173,7 +174,7 @@ class SlurmSweep(Sweep):
             self._console.line(f"no report of {run.name}: {type(error).__name__}: {error}")
 
     def _look_for_stop(self) -> None:
-        """Ctrl-C cancels all jobs, or leaves them alone; a second one does not wait for their end (SWEEP-6)."""
+        """Ctrl-C cancels all jobs, or leaves them alone; a second one does not wait for them (SWEEP-6)."""
         came = len(self._signals.came)
         if came and not self._interrupted:
             self._interrupted = True
@@ -192,6 +193,3 @@ class SlurmSweep(Sweep):
 
     def _stop(self, job: Job, number: int) -> None:
         scheduler.cancel([job.remote] if job.remote is not None else [])
-
-
-__all__ = ["SlurmSweep", "groups", "run_slurm_sweep"]

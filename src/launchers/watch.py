@@ -106,7 +106,7 @@ class Screen:
         return step in (1, self._config.max_steps) or step % self._config.logger.every == 0
 
     def show_error(self, over: bool) -> None:
-        """Print the first failing rank's traceback once, when an earlier cause cannot come any more (RANK-2)."""
+        """Print the first failing rank's traceback once, when no earlier cause can come any more (RANK-2)."""
         records = [] if self._shown else error_records(self._run / "control")
         if not records:
             return
