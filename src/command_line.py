@@ -133,7 +133,7 @@ def _mode(is_multirun: bool, overrides: list[str]) -> int:
     """Hydra's mode was set apart from the launcher's: a sweep of one job, or a refusal."""
     if is_multirun:
         return _sweep(["--multirun"], overrides, multirun=True)
-    fix = "leave hydra.mode alone"
+    fix = "choose it as launcher=slurm, and leave hydra.mode alone"
     raise UserError(
         [Problem("hydra.mode", "launcher=slurm submits jobs and trains nothing here", fix, "PLAN-5")]
     )

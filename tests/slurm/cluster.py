@@ -1,8 +1,8 @@
 """A Slurm of two nodes on this one machine, for tests: `cluster.py start FOLDER`, `cluster.py stop FOLDER`.
 
-As root. `start` installs Debian's packages if they are missing and apt is there, starts munge, a controller
-and two slurmd that pretend to be hosts n1 and n2 with eight cores each, and waits until both are idle. Commands
-find it by `SLURM_CONF=FOLDER/slurm.conf`. There is no accounting, so sacct has nothing to say. `stop` ends the
+As root. `start` installs Debian's packages if they are missing and apt is there, starts munge, a
+controller and two slurmd that pretend to be hosts n1 and n2 with eight cores each, and waits until both are idle.
+Commands find it by `SLURM_CONF=FOLDER/slurm.conf`. There is no accounting, so sacct has nothing to say. `stop` ends the
 processes that `start` noted.
 """
 

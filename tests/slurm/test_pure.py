@@ -1,4 +1,4 @@
-"""Host lists, ranks over nodes, flags, scripts, the state table, places: pure, everywhere (HOST, FLAG, DIRECT)."""
+"""Host lists, ranks over nodes, flags, scripts, states, places: pure, everywhere (HOST, FLAG, DIRECT)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from src.status import Status
 BASE = ("launcher=slurm", "data=synthetic")
 
 
+@cache
 def made(*overrides: str) -> Config:
     return compose([*BASE, *overrides]).config
 
