@@ -1,9 +1,9 @@
 """A Slurm of two nodes on this one machine, for tests: `cluster.py start FOLDER`, `cluster.py stop FOLDER`.
 
-As root. `start` installs Debian's packages if they are missing and apt is there, starts munge, a
-controller and two slurmd that pretend to be hosts n1 and n2 with eight cores each, and waits until both are idle.
-Commands find it by `SLURM_CONF=FOLDER/slurm.conf`. There is no accounting, so sacct has nothing to say. `stop` ends the
-processes that `start` noted.
+As root. `start` installs Debian's packages if they are missing and apt is there, and starts munge, a
+controller and two slurmd that pretend to be hosts n1 and n2 with eight cores each. Commands find it by
+`SLURM_CONF=FOLDER/slurm.conf`. There is no accounting, so sacct has nothing to say. `stop` ends the processes
+that `start` noted.
 """
 
 from __future__ import annotations
@@ -159,9 +159,14 @@ def is_ours(pid: int, program: str) -> bool:
         return False
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Start or stop."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["start", "stop"])
     parser.add_argument("folder", type=lambda text: Path(text).resolve())
     arguments = parser.parse_args()
     (start if arguments.what == "start" else stop)(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -294,6 +294,7 @@ def test_snapshot(tmp_path: Path) -> None:
     first = snapshot(store, code_record(root), root)
     (root / "src" / "new.py").write_text("2")
     assert (first / "src" / "new.py").read_text() == "1"
+    assert (first / "train.py").is_file()
     second = snapshot(store, code_record(root), root)
     assert (second / "src" / "new.py").read_text() == "2"
     assert sorted(path.name for path in first.parent.iterdir()) == sorted([first.name, second.name])
@@ -397,6 +398,11 @@ def test_first_host_with_its_domain() -> None:
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, "pp2ep2", "node"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, "dp2", "rank"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "3"}, "pp2ep2", "srun started 3 processes, .* 4 ranks"),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"},
+            "pp2ep2",
+            "srun started 2 processes, .* 4 ranks",
+        ),
         (TORCHRUN, "ep2", "torchrun started 4 processes, .* 2 ranks"),
     ],
 )
