@@ -93,6 +93,10 @@ def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord)
     """Prepare data, write the run's papers, submit; the directory is held meanwhile. Returns the job's id."""
     taken = runs.take(found, launch.config)
     try:
+        other = living_job(taken.path)
+        if other is not None:
+            launch.console.line(f"job        {other} was submitted by another command: following it")
+            return other
         if launch.config.data.prepare.where == "submit":
             prepare_data(launch)
         with launch.console.phase("submit") as words, launch.signals.collected():

@@ -134,6 +134,11 @@ class SlurmSweep(Sweep):
                 self._ended(job)
                 continue
             job.path = claim.path
+            other = None if claim.finished else living_job(claim.path)
+            if other is not None:
+                claim.release()
+                self._followed(job, other)
+                continue
             if claim.finished:
                 job.end("done", 0)
             yield job, claim

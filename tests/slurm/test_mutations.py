@@ -28,6 +28,7 @@ MUTATIONS = [
     ("batch.py", "len(codes) < world", "False", "test_batch_side_settles"),
     ("batch.py", "newest_checkpoint(run) > before and", "", "test_requeue_needs"),
     ("batch.py", "and count < config.launcher.max_requeues", "", "test_requeue_needs"),
+    ("slurm.py", "if other is not None:", "if False:", "test_a_job_that_another_command"),
     ("slurm_sweep.py", "for k in range(0, len(group), size)", "for k in [0]", "test_groups_of_a_sweep"),
     ("snapshot.py", "names | set(code.files)", "names", "test_snapshot"),
     ("places.py", 'preset.partition(".")[0] != first.partition(".")[0]', "False", "test_partial_places"),

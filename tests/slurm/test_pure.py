@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from src import runs
 from src.code_identity import CHECKOUT, code_record
 from src.compose import compose
 from src.config import Config
 from src.errors import UserError
-from src.launchers import batch, flags, places, scheduler
+from src.launchers import batch, flags, places, scheduler, slurm
 from src.launchers.hostlist import expand
+from src.launchers.launch import Launch
 from src.launchers.outcome import codes_of_nodes, first_failure
 from src.launchers.plan import make_plan
 from src.launchers.scheduler import Seen, merge, read_squeue
@@ -274,6 +276,21 @@ def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(UserError, match="inside of job 7"):
         scheduler.need_slurm()
+
+
+def test_a_job_that_another_command_submitted_meanwhile_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM-6, RUN-5: two commands at once submit one job; the second finds it once it holds the lock."""
+    config = made(f"paths.runs={tmp_path}", "run_name=one")
+    found = runs.Claim(tmp_path / "one", 1)
+    found.path.mkdir()
+    (found.path / "job.json").write_text('{"id": "12"}')
+    Status("queued", 1, "").write(found.path)
+    monkeypatch.setattr(scheduler, "look", lambda ids: {"12": Seen("PENDING", "None")})
+    launch = Launch(config, [])
+    assert slurm.submit_one(launch, found, make_plan(config, []), code_record()) == "12"
+    assert not (found.path / "run.lock").exists()
 
 
 def test_groups_of_a_sweep() -> None:
