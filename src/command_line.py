@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from src.errors import Problem, UserError
 from src.launchers.console import open_missing_streams, say, show_result
+from src.launchers.places import Place, recognise
+
+if TYPE_CHECKING:
+    from src.config import Config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if parsed.help:
             return _help()
-        if not parsed.shell_completion:
+        if not parsed.shell_completion and not _is_silent():
             show_result(f"manyhead {_version()}: composing")
         return _run(parsed, list(arguments))
     except UserError as error:
@@ -33,6 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("stopped by SIGINT while composing, nothing was started", sys.stderr)
         return 130
+
+
+def _is_silent() -> bool:
+    """Whether this is one of several processes, and not the first of them."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,6 +74,9 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _hydra(flags, parsed.overrides)
+    place = recognise(os.environ)
+    if place is not None:
+        return _direct(place, parsed)
     if sum(map(bool, (parsed.multirun, parsed.cfg, parsed.info))) > 1:
         fix = "leave out all but one; dry_run=true shows the jobs of a sweep"
         raise UserError([Problem("-m, --cfg, --info", "do not go together", fix, "HYD-17")])
@@ -73,25 +85,65 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     return _single(parsed.overrides)
 
 
+def _direct(place: Place, parsed: argparse.Namespace) -> int:
+    """One of several processes that srun or torchrun started: it becomes its rank."""
+    if parsed.multirun or parsed.cfg or parsed.info:
+        message = f"{place.source} started {place.tasks} processes, each of which would do the same"
+        problem = Problem("arguments", message, f"type it without {place.source}", "DIRECT-5")
+        if place.rank == 0:
+            raise UserError([problem])
+        return 2
+    from src.launchers.direct import run_direct
+
+    return run_direct(place, parsed.overrides)
+
+
 def _single(overrides: list[str]) -> int:
     """Compose here rather than in `hydra.main`, which makes a directory and composes twice (HYD-18)."""
     from src.compose import compose
 
     started = time.monotonic()
     composed = compose(overrides)
-    if composed.is_multirun:
-        return _sweep(["--multirun"], overrides, multirun=True)
     config = composed.config
+    is_remote = config.launcher.name == "slurm"
+    if composed.is_multirun != is_remote:
+        return _mode(composed.is_multirun, overrides)
+    if config.launcher.name == "direct":
+        message = "the environment names no rank: neither torchrun nor srun with several tasks started this"
+        raise UserError([Problem("launcher", message, "type launcher=local", "DIRECT-5")])
     if config.dry_run:
-        from src.launchers.plan import dry_run_text, make_plan
-
-        show_result(dry_run_text(make_plan(config, overrides)))
-        return 0
+        return _dry_run(config, overrides, is_remote)
     seconds = time.monotonic() - started
     say(f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)")
+    if is_remote:
+        from src.launchers.slurm import run_job
+
+        return run_job(config, overrides)
     from src.launchers.launch import run_one
 
     return run_one(config, overrides)
+
+
+def _dry_run(config: Config, overrides: list[str], is_remote: bool) -> int:
+    from src.launchers.plan import dry_run_text, make_plan
+
+    plan = make_plan(config, overrides)
+    if is_remote:
+        from src.launchers.slurm import script_of
+
+        show_result(script_of(config, [plan]))
+    show_result(dry_run_text(plan))
+    return 0
+
+
+def _mode(is_multirun: bool, overrides: list[str]) -> int:
+    """Hydra's mode was set apart from the launcher's: a sweep of one job, or a refusal."""
+    if is_multirun:
+        return _sweep(["--multirun"], overrides, multirun=True)
+    fix = "choose it as launcher=slurm, and leave hydra.mode alone"
+    raise UserError(
+        [Problem("hydra.mode", "launcher=slurm submits jobs and trains nothing here", fix, "PLAN-5")]
+    )
 
 
 def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:

@@ -92,7 +92,7 @@ class LauncherConfig:
     """Where ranks run."""
 
     name: str = choice("local", "slurm", "spur", "direct")
-    """`local` starts the ranks on this machine; the others are reserved and refused until they exist."""
+    """`local` starts ranks here, `slurm` submits jobs, `direct` is the rank that the environment names."""
     slots: int | None = None
     """Ranks this machine takes side by side in a sweep; null is the number of GPUs, on CPU of cores."""
     parallel: str = "auto"
@@ -103,6 +103,32 @@ class LauncherConfig:
     """How long a stopped run may take to save before it is killed."""
     force: bool = False
     """Start although the memory estimate says that the model does not fit."""
+    partition: str | None = None
+    """Slurm's partition; null is the cluster's default, here and for the next four."""
+    account: str | None = None
+    """Account that the job is charged to."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    exclude: str | None = None
+    """Nodes that must not be used."""
+    time: str | None = duration(None)
+    """Time limit of a job, rounded up to whole minutes; null is the partition's default."""
+    nodes: int | None = None
+    """Nodes of a job; null is as few as the mesh needs."""
+    gpus_per_node: int | None = None
+    """GPUs of a node; null runs the job on CPUs, unless `platform` says otherwise."""
+    cpus_per_task: int | None = None
+    """Cores of a node's task, which all its ranks share; null is one for each rank."""
+    extra: dict[str, str] = field(default_factory=dict)
+    """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
+    max_requeues: int = 10
+    """How often a job that was stopped and has saved a newer checkpoint is queued again."""
+    wait: bool = True
+    """Follow the job to its end; `false` prints its id and returns."""
+    on_interrupt: str = choice("cancel", "detach")
+    """What Ctrl-C does to the job that is followed: cancel it, or let it run on."""
 
 
 @dataclass

@@ -28,12 +28,29 @@ class Machine:
 
 
 def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str] = os.environ) -> Machine:
-    """The machine as `config.platform` sees it; `root` stands for `/`, so that tests bring their own."""
+    """The machine as `config.platform` sees it; `root` stands for `/`, so that tests bring their own.
+
+    Of a job that is submitted it is all its nodes together, as far as the config describes them.
+    """
+    if config.launcher.name == "slurm":
+        return _of_a_job(config)
     wanted = config.platform.name
     gpus = 0 if wanted == "cpu" else _gpus(root, shell)
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return Machine("cpu", 1, *_memory(root))
     return Machine("cuda" if wanted == "auto" else wanted, gpus, None, "unprobed: the driver was not asked")
+
+
+def _of_a_job(config: Config) -> Machine:
+    """Nobody asks the nodes: without `launcher.gpus_per_node` they are CPUs, unless `platform` says GPU."""
+    wanted, gpus = config.platform.name, config.launcher.gpus_per_node
+    source = "unprobed: the job's nodes were not asked"
+    if wanted == "cpu" or (wanted == "auto" and gpus is None):
+        return Machine("cpu", 1, None, source)
+    nodes = config.launcher.nodes or (
+        1 if config.mesh.spec == "auto" else -(-config.mesh.world // (gpus or 1))
+    )
+    return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, None, source)
 
 
 def _gpus(root: Path, shell: Mapping[str, str]) -> int:

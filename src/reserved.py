@@ -24,9 +24,7 @@ RESERVED: dict[str, dict[str, str]] = {
         "library": "no library kernel is bound yet",
     },
     "launcher": {
-        "slurm": "jobs cannot be submitted to Slurm yet",
         "spur": "jobs cannot be submitted to Spur yet",
-        "direct": "a process cannot become a rank of its environment yet",
     },
     "data": {
         "hf": "datasets of the hub cannot be prepared yet",

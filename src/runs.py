@@ -28,6 +28,7 @@ MOVED = [
     "kernels.json",
     "code.json",
     "code.diff",
+    "job.json",
     "status.json",
     "launcher.log",
     "control",

@@ -37,6 +37,19 @@ class Status:
         """Replace `RUN/status.json`."""
         write_json(run / "status.json", {"schema": SCHEMA, **vars(self)})
 
+    @property
+    def why(self) -> str | None:
+        """The reason in one line."""
+        return f"{self.reason['type']}: {self.reason['message']}" if self.reason else None
+
+    @classmethod
+    def read(cls, run: Path) -> Status | None:
+        """What `RUN/status.json` holds, to be gone on with; None where that is unknown."""
+        record = read_status(run)
+        if record is None or record.pop("schema", None) != SCHEMA:
+            return None
+        return cls(**record)
+
 
 def read_status(run: Path) -> Record | None:
     """The object in `RUN/status.json`; None means unknown, never done."""

@@ -1,4 +1,4 @@
-"""Hydra's launcher for multiruns: every job in a process of its own, on this machine."""
+"""Hydra's launchers for multiruns: every job in a process of its own, here or on Slurm."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ class LocalLauncher(Launcher):
         return [JobReturn(overrides=job, status=JobStatus.COMPLETED) for job in overrides]
 
 
-ConfigStore.instance().store(
-    group="hydra/launcher",
-    name="manyhead_local",
-    node={"_target_": "hydra_plugins.manyhead.launcher.LocalLauncher"},
-    provider="manyhead",
-)
+class SlurmLauncher(LocalLauncher):
+    """The same sweep; its jobs' configs say `launcher=slurm`, so `run_sweep` submits them as arrays."""
+
+
+for _name, _class in (("manyhead_local", LocalLauncher), ("manyhead_slurm", SlurmLauncher)):
+    ConfigStore.instance().store(
+        group="hydra/launcher",
+        name=_name,
+        node={"_target_": f"hydra_plugins.manyhead.launcher.{_class.__name__}"},
+        provider="manyhead",
+    )

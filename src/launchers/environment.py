@@ -7,6 +7,7 @@ import os
 import platform as machine
 import re
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ INHERITED = [
 """Taken out before ranks start: an outer launcher's numbers are not this launch's (AGENT-1)."""
 KNOWN = ["MANYHEAD_SPLIT_SEED", "MANYHEAD_COMMIT", "MANYHEAD_ATTEMPT"]
 """Variables of ours; another name that begins so is a typo (ENV-5)."""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a device."""
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -47,6 +50,8 @@ class Setting:
     cores: int = 1
     cache: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Root of the compiler caches."""
+    meeting: str | None = None
+    """First host of a launch over several nodes; None where all ranks share one machine."""
 
     @property
     def threads(self) -> int:
@@ -98,10 +103,29 @@ def wait_policy(setting: Setting) -> str | None:
     return "PASSIVE" if setting.ranks * setting.jobs > 1 and threads >= setting.cores else None
 
 
-def loopback(setting: Setting) -> str | None:
-    """Name of the loopback device, over which all ranks of one machine meet."""
+def network_device(setting: Setting) -> str | None:
+    """Name of the device over which ranks meet: loopback on one machine, else that to the first host."""
     names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), None)
+    if setting.meeting is None:
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((setting.meeting, 9))
+            address = route.getsockname()[0]
+            return next((name for name in names if device_address(route, name) == address), None)
+    except OSError:
+        return None
+
+
+def device_address(any_socket: socket.socket, name: str) -> str | None:
+    """IPv4 address of a network device; None without one."""
+    import fcntl
+
+    try:
+        answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 ALL, GPU = ("cpu", "cuda", "rocm"), ("cuda", "rocm")
@@ -114,8 +138,8 @@ TABLE = (
         "cores divided by ranks; torchrun would set 1",
     ),
     Row("OMP_WAIT_POLICY", wait_policy, "text", ("cpu",), "spinning threads slow each other 3 to 17 times"),
-    Row("GLOO_SOCKET_IFNAME", loopback, "text", ALL, "ranks of one machine meet on the loopback device"),
-    Row("NCCL_SOCKET_IFNAME", loopback, "text", GPU, "as for gloo: a device name, never an address"),
+    Row("GLOO_SOCKET_IFNAME", network_device, "text", ALL, "the device of the route to the first rank"),
+    Row("NCCL_SOCKET_IFNAME", network_device, "text", GPU, "as for gloo: a device name, never an address"),
     Row("CUDA_DEVICE_MAX_CONNECTIONS", connections, "int", GPU, "launch order of communication and compute"),
     Row("TORCH_NCCL_HIGH_PRIORITY", fixed("1"), "bool", GPU, "communication streams go first"),
     Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", fixed("1"), "bool", GPU, "a dead peer ends the job"),

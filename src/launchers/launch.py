@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,10 +27,10 @@ from src.launchers.environment import (
     rank_environment,
     unknown_names,
 )
-from src.launchers.outcome import first_failure
 from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
-from src.launchers.watch import Ended, Interrupted, Signals, Watcher
+from src.launchers.settle import fail, settle
+from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
 from src.machine import find_machine
 from src.records import LineReader
 from src.report_facts import overrides_text
@@ -69,10 +69,14 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         worker: module that each rank runs as `python -m <worker> RUN`.
         jobs: jobs of a sweep beside this one, itself included; they share the cores.
     """
-    launch = Launch(config, overrides, worker, jobs)
+    return guarded(Launch(config, overrides, worker, jobs), find_and_run)
+
+
+def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
+    """The exit code of `body`, with signals handled and refusals printed."""
     with launch.signals.installed():
         try:
-            return find_and_run(launch)
+            return body(launch)
         except UserError as error:
             launch.console.error(str(error))
             return error.code
@@ -179,17 +183,19 @@ def describe_environment(launch: Launch) -> Environment:
 
 
 def papers(
-    launch: Launch, plan: LaunchPlan, environment: Environment, code: CodeRecord, key: str | None
+    launch: Launch, plan: LaunchPlan, environment: Environment | None, code: CodeRecord, key: str | None
 ) -> dict[str, str]:
-    """The files that describe an attempt, by name (RUN)."""
-    return {
+    """The files that describe an attempt, by name (RUN); the environment of a job is known on its nodes."""
+    files = {
         "config.yaml": dump_config(launch.config),
         "overrides.yaml": overrides_text(launch.overrides),
         "plan.json": json.dumps(plan.json(), indent=2) + "\n",
-        "env.json": json.dumps(environment.json(), indent=2) + "\n",
         "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
         "code.diff": code_diff(),
     }
+    if environment is not None:
+        files["env.json"] = json.dumps(environment.json(), indent=2) + "\n"
+    return files
 
 
 def log_files(launch: Launch, run: Path) -> None:
@@ -203,31 +209,10 @@ def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
     world = launch.config.mesh.world
     variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
     launch.console.line(f"ranks      {world} on this machine, logs in {taken.path / 'ranks'}")
-    watcher = Watcher(taken.path, launch.config, launch.console, launch.signals)
+    screen = Screen(taken.path, launch.config, launch.console)
+    watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen)
     with applied(variables), launch.console.phase("train"):
         return watcher.watch(lambda: start(taken.path, world, launch.worker))
-
-
-def settle(status: Status, run: Path, ended: Ended) -> None:
-    """State, code and reason of an attempt whose ranks have ended."""
-    status.signal = ended.signal
-    failure = first_failure(run / "control", ended.codes, ended.killed)
-    if failure is None and (run / "control" / "requeue").exists():
-        status.state = "stopped"
-        status.exit_code = 130 if ended.signal == 2 else 75
-    elif failure is None:
-        status.state, status.exit_code, status.signal = "done", 0, None
-    elif ended.killed and ended.signal is not None:
-        fail(status, 128 + ended.signal, "Signal", "killed before its state was saved", ended.signal)
-    else:
-        fail(status, failure.code, failure.type, failure.message, failure.signal)
-        status.first_failing_rank = failure.rank
-
-
-def fail(status: Status, code: int, kind: str, message: str, number: int | None = None) -> None:
-    """Make `status` that of a failure."""
-    status.state, status.exit_code, status.signal = "failed", code, number
-    status.reason = {"type": kind, "message": message}
 
 
 def finish(launch: Launch, run: Path, status: Status) -> None:

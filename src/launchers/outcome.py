@@ -38,6 +38,28 @@ def error_records(control: Path) -> list[Record]:
     return sorted((record for record in found if record), key=lambda record: float(record["time"]))
 
 
+def node_records(control: Path) -> list[Record]:
+    """The agents' `node.<k>.json`, earliest first."""
+    found = [read_json(path) for path in control.glob("node.*.json")]
+    return sorted((record for record in found if record), key=lambda record: float(record["time"]))
+
+
+def has_failed(control: Path) -> bool:
+    """Whether a rank, here or on another node, has failed."""
+    return any(control.glob("error.*.json")) or any(record["code"] for record in node_records(control))
+
+
+def codes_of_nodes(records: list[Record]) -> dict[int, int]:
+    """Return codes of all ranks in the order of their nodes' ends, without deaths that an agent caused."""
+    ours = (-signal.SIGTERM, -signal.SIGKILL)
+    codes: dict[int, int] = {}
+    for record in records:
+        for rank, code in record["codes"].items():
+            if not (record["killed"] and code in ours):
+                codes[int(rank)] = int(code)
+    return codes
+
+
 def is_from_a_peer(record: Record) -> bool:
     """Whether the error is only that another rank is gone."""
     return FROM_A_PEER.search(f"{record['type']}: {record['message']}") is not None

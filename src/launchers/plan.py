@@ -14,8 +14,10 @@ from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
 from src.launchers.environment import Setting, cores, rank_environment
+from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
 from src.launchers.ranks import WORKER, rank_command
+from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
 from src.models.counts import count
 from src.naming import run_name
@@ -62,6 +64,7 @@ class LaunchPlan:
     """GPUs that ranks may take, one each; null on a CPU."""
     precision: str
     nodes: int
+    ranks_per_node: int
     world: int
     mesh: dict[str, Any]
     ranks: list[RankPlan]
@@ -82,6 +85,8 @@ class LaunchPlan:
     """The command of each rank, quoted for a shell."""
     stop: dict[str, str]
     """How long ranks wait for each other, and how long a stopped one may take to save."""
+    flags: list[Flag]
+    """What is asked of the scheduler, with the origin of each flag; nothing locally."""
 
     def json(self) -> dict[str, Any]:
         """The plan as plain data: `plan.json`, and the last line of a dry run."""
@@ -92,13 +97,17 @@ class LaunchPlan:
         batch = self.batch
         data = self.data_key or "synthetic, nothing to prepare"
         state = "" if self.data_key is None else " (in the store)" if self.data_ready else " (to be prepared)"
+        nodes = f", {self.nodes} nodes x {self.ranks_per_node}" if self.nodes > 1 else ""
         lines = [
             ("run", self.run_directory),
             (
                 "model",
                 f"{self.parameters['total']:,} parameters, {self.parameters['active']:,} active per token",
             ),
-            ("mesh", f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}"),
+            (
+                "mesh",
+                f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}{nodes}",
+            ),
             ("precision", self.precision),
             ("batch", _batch_text(batch)),
             ("data", data + state),
@@ -106,6 +115,9 @@ class LaunchPlan:
             ("memory", self.memory.arithmetic),
             ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
             ("each rank", self.command),
+        ]
+        lines += [
+            ("flags" if k == 0 else "", f"{flag}  ({flag.origin})") for k, flag in enumerate(self.flags)
         ]
         return "\n".join(f"{name:<10} {line}" for name, line in lines)
 
@@ -136,6 +148,7 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
     run = str(Path(config.paths.runs) / run_name(config))
     ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
     counts = count(config.model)
+    share = spread(config, machine.platform)
     return LaunchPlan(
         run_directory=run,
         config_digest=config_digest(config),
@@ -145,7 +158,8 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
         platform=machine.platform,
         devices=None if machine.platform == "cpu" else machine.devices,
         precision=precision_name(config, machine.platform),
-        nodes=1,
+        nodes=share.nodes,
+        ranks_per_node=share.ranks,
         world=config.mesh.world,
         mesh=asdict(config.mesh),
         ranks=ranks,
@@ -158,6 +172,7 @@ def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None 
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
         stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
+        flags=_flags(config, overrides, share, machine.platform),
     )
 
 
@@ -171,6 +186,14 @@ def check_memory(plan: LaunchPlan) -> None:
         return
     fix = "take a smaller model, a larger mesh on a larger machine, or launcher.force=true to try"
     raise UserError([Problem("memory", f"{plan.memory.arithmetic}: it does not fit", fix, "PROJ-2")], code=3)
+
+
+def _flags(config: Config, overrides: Sequence[str], share: Spread, platform: str) -> list[Flag]:
+    """Of sbatch; jobs of a sweep that ask for the same are submitted together, so its name is the sweep's."""
+    if config.launcher.name != "slurm":
+        return []
+    name = config.sweep.name or run_name(config).replace("/", "-")
+    return sbatch_flags(config, overrides, share, platform, name)
 
 
 def _rank_plan(config: Config, rank: int, machine: Machine) -> RankPlan:
@@ -231,7 +254,9 @@ def _sum_text(ranks: list[RankMemory]) -> str:
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:
     cache = Path(config.paths.cache or "unprobed")
-    setting = Setting(config, machine.platform, ranks=config.mesh.world, cores=cores(), cache=cache)
+    setting = Setting(
+        config, machine.platform, ranks=spread(config, machine.platform).ranks, cores=cores(), cache=cache
+    )
     listed = rank_environment(setting, os.environ).json()
     return {
         name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,10 +23,13 @@ from src.launchers.environment import INHERITED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 WORKER = "src.trainer.worker"
 REDIRECT = 'exec >>"$0/ranks/rank_$(printf %05d "$RANK").log" 2>&1; exec "$@"'
 """Appends a rank's output to its log, whoever starts it; the shell becomes the rank."""
+EXIT_BARRIER = 30.0
+"""Seconds that an agent whose ranks are done waits for the agents of other nodes."""
 POLL = 0.1
 """Seconds between looks of the agent at its ranks."""
 
@@ -62,10 +66,24 @@ def applied(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def start(run: Path, world: int, worker: str = WORKER) -> Ranks:
-    """Start `world` ranks of the run in this process's environment."""
+@dataclass(frozen=True)
+class Meeting:
+    """Where the agents of several nodes meet, and which of them this one is."""
+
+    address: str
+    port: int
+    node: int
+    nodes: int
+    timeout: int
+    """Seconds that the agents wait for each other."""
+
+
+def start(run: Path, ranks: int, worker: str = WORKER, meeting: Meeting | None = None) -> Ranks:
+    """Start the `ranks` ranks of this node in this process's environment; without a meeting it is alone."""
     command = rank_command(run, worker)
-    return LoneRank(command) if world == 1 else ElasticRanks(command, world)
+    if meeting is None and ranks == 1:
+        return LoneRank(command)
+    return ElasticRanks(command, ranks, meeting)
 
 
 class LoneRank:
@@ -89,21 +107,23 @@ class LoneRank:
 
 
 class ElasticRanks:
-    """Ranks under PyTorch's elastic agent, without restarts, on a port that its store binds (LOCAL-1)."""
+    """Ranks under PyTorch's elastic agent, without restarts; alone on a port its store binds (LOCAL-1)."""
 
-    def __init__(self, command: list[str], world: int) -> None:
+    def __init__(self, command: list[str], ranks: int, meeting: Meeting | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="manyhead-agent-")
-        self._agent = make_agent(command, world, self._directory.name)
+        first = 0 if meeting is None else meeting.node * ranks
+        self._agent = make_agent(command, ranks, self._directory.name, meeting)
         self._codes: dict[int, int] | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(world,), name="agent", daemon=True)
+        numbers = range(first, first + ranks)
+        self._thread = threading.Thread(target=self._run, args=(numbers,), name="agent", daemon=True)
         self._thread.start()
 
-    def _run(self, world: int) -> None:
+    def _run(self, numbers: range) -> None:
         try:
             result = self._agent.run()
             failures = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            self._codes = {**failures, **{rank: 0 for rank in range(world) if rank not in failures}}
+            self._codes = {**failures, **{rank: 0 for rank in numbers if rank not in failures}}
         except BaseException as error:
             self._error = error
 
@@ -126,32 +146,50 @@ class ElasticRanks:
         self._directory.cleanup()
 
 
-def make_agent(command: list[str], world: int, log_dir: str) -> LocalElasticAgent:
-    """The agent that `torchrun` uses, with codes kept (ELA-1) and a rendezvous on the loopback device."""
+def make_agent(command: list[str], ranks: int, log_dir: str, meeting: Meeting | None) -> LocalElasticAgent:
+    """The agent that `torchrun` uses, with codes kept (ELA-1)."""
     import logging
 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    address = "127.0.0.1"
-    parameters = RendezvousParameters(
-        "c10d", f"{address}:0", f"manyhead-{os.getpid()}", 1, 1, local_addr=address, is_host=True
-    )
+    parameters = rendezvous(meeting)
     spec = WorkerSpec(
         role="rank",
-        local_world_size=world,
+        local_world_size=ranks,
         entrypoint=command[0],
         args=tuple(command[1:]),
         rdzv_handler=get_rendezvous_handler(parameters),
         max_restarts=0,
         monitor_interval=POLL,
-        local_addr=address,
+        master_addr=None if meeting is None else meeting.address,
+        master_port=None if meeting is None else meeting.port,
+        local_addr=parameters.local_addr,
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=log_dir))
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=log_dir), exit_barrier_timeout=EXIT_BARRIER)
+
+
+def rendezvous(meeting: Meeting | None) -> RendezvousParameters:
+    """Alone on the loopback device; several nodes with fixed ranks at the first node's address."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    name = f"manyhead-{os.getpid()}"
+    if meeting is None:
+        here = "127.0.0.1"
+        return RendezvousParameters("c10d", f"{here}:0", name, 1, 1, local_addr=here, is_host=True)
+    return RendezvousParameters(
+        "static",
+        f"{meeting.address}:{meeting.port}",
+        "manyhead",
+        meeting.nodes,
+        meeting.nodes,
+        local_addr=meeting.address if meeting.node == 0 else None,
+        rank=meeting.node,
+        timeout=meeting.timeout,
+    )
 
 
 def send(pids: list[int], number: signal.Signals) -> None:

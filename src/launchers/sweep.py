@@ -54,6 +54,12 @@ def run_sweep(
     """
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
+    if configs[0].launcher.name == "slurm":
+        from src.launchers.slurm_sweep import run_slurm_sweep
+
+        return run_slurm_sweep(
+            configs, overrides, [str(text) for text in master.hydra.overrides.task], worker
+        )
     jobs = make_jobs(configs, overrides, [str(text) for text in master.hydra.overrides.task])
     plans = [make_plan(job.config, job.overrides) for job in jobs]
     if configs[0].dry_run:
@@ -89,7 +95,7 @@ class Sweep:
 
     def run(self) -> int:
         """Run what is not done yet; a table at the end says how each job went."""
-        self._console.line(f"sweep      {self._directory}, {len(self._jobs)} jobs on {self._slots} slots")
+        self._console.line(f"sweep      {self._directory}, {len(self._jobs)} jobs {self._where()}")
         with self._signals.installed(), self._signals.collected():
             for job in self._jobs:
                 self._find_directory(job)
@@ -103,10 +109,13 @@ class Sweep:
                     self._start_jobs(data, Path(name))
                     self._look_at_jobs()
                     self._look_for_stop()
-                    display.draw([self._line(job, display.width) for job in self._running()])
+                    display.draw([self._line(job, display.width) for job in self._drawn()])
                     time.sleep(LOOK)
             self._finish()
         return sweep_code(self._jobs, self._signals.came)
+
+    def _where(self) -> str:
+        return f"on {self._slots} slots"
 
     def _find_directory(self, job: Job) -> None:
         """A done job is left byte for byte (SWEEP-4), a refused one fails, another one gets its directory."""
@@ -127,6 +136,10 @@ class Sweep:
 
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if job.state == "running"]
+
+    def _drawn(self) -> list[Job]:
+        """Jobs that have a line at the bottom of the terminal."""
+        return self._running()
 
     def _start_jobs(self, data: dict[str, Future[None]], scratch: Path) -> None:
         for job in self._jobs:
@@ -182,7 +195,7 @@ class Sweep:
         if job.state == "failed" and job.config.sweep.fail_fast:
             self._cancel("sweep.fail_fast: a job failed")
             for other in self._running():
-                signal_job(other, 15)
+                self._stop(other, 15)
 
     def _cancel(self, reason: str) -> None:
         for job in self._jobs:
@@ -196,8 +209,11 @@ class Sweep:
             self._console.line("stopping: running jobs save, queued ones are cancelled; once more kills")
             self._cancel("stopped before it started")
             for job in self._running():
-                signal_job(job, number)
+                self._stop(job, number)
         self._passed_on = len(came)
+
+    def _stop(self, job: Job, number: int) -> None:
+        signal_job(job, number)
 
     def _line(self, job: Job, width: int) -> str:
         assert job.progress is not None

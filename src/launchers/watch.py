@@ -15,7 +15,7 @@ from src.config import Config
 from src.durations import seconds
 from src.launchers.bar import Display, Progress
 from src.launchers.console import Console
-from src.launchers.outcome import error_records, first_record
+from src.launchers.outcome import error_records, first_record, has_failed
 from src.launchers.ranks import Ranks, send
 from src.records import LineReader
 
@@ -59,11 +59,11 @@ class Signals:
     @contextmanager
     def collected(self) -> Iterator[None]:
         """While the body runs, signals are appended to `came` and raise nothing."""
-        self._collect = True
+        before, self._collect = self._collect, True
         try:
             yield
         finally:
-            self._collect = False
+            self._collect = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.came.append(number)
@@ -83,34 +83,18 @@ class Ended:
     """Whether ranks had to be killed."""
 
 
-class Watcher:
-    """Starts the ranks of one run and looks at them until all have ended."""
+class Screen:
+    """Shows a run on the terminal: rank 0's log, the steps, and why a rank failed."""
 
-    def __init__(self, run: Path, config: Config, console: Console, signals: Signals) -> None:
-        self._run, self._config = run, config
-        self._console, self._signals = console, signals
+    def __init__(self, run: Path, config: Config, console: Console) -> None:
+        self._run, self._config, self._console = run, config, console
         self._progress = Progress(run / "metrics.jsonl", config.max_steps, resumed=True)
         self._log = LineReader(run / "ranks" / "rank_00000.log", from_end=True)
-        self._asked: float | None = None
         self._failed: float | None = None
-        self._shown = self._killed = False
+        self._shown = False
 
-    def watch(self, start: Callable[[], Ranks]) -> Ended:
-        """Return when all ranks have ended; a signal asks them to save, a second or too long a wait kills."""
-        with self._signals.collected(), Display(self._console) as display:
-            ranks = start()
-            while True:
-                codes = ranks.codes()
-                self._show(display)
-                self._look_for_stop(ranks)
-                self._look_for_errors(ranks, over=codes is not None)
-                if codes is not None:
-                    ranks.close()
-                    came = self._signals.came
-                    return Ended(codes, came[0] if came else None, self._killed)
-                time.sleep(LOOK)
-
-    def _show(self, display: Display) -> None:
+    def show(self, display: Display) -> None:
+        """Print what is new and draw the bar."""
         for line in self._log.new_lines():
             self._console.line(line)
         for record in self._progress.read():
@@ -120,6 +104,49 @@ class Watcher:
 
     def _is_due(self, step: int) -> bool:
         return step in (1, self._config.max_steps) or step % self._config.logger.every == 0
+
+    def show_error(self, over: bool) -> None:
+        """Print the first failing rank's traceback once, when no earlier cause can come any more (RANK-2)."""
+        records = [] if self._shown else error_records(self._run / "control")
+        if not records:
+            return
+        now = time.monotonic()
+        self._failed = self._failed or now
+        if over or now - self._failed > SETTLE:
+            self._shown = True
+            record = first_record(records)
+            if record is not None and int(record["rank"]) != 0:
+                self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
+
+
+class Watcher:
+    """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
+
+    def __init__(
+        self, run: Path, config: Config, console: Console, signals: Signals, screen: Screen | None = None
+    ) -> None:
+        self._run, self._config = run, config
+        self._console, self._signals, self._screen = console, signals, screen
+        self._asked: float | None = None
+        self._failed: float | None = None
+        self._killed = False
+
+    def watch(self, start: Callable[[], Ranks]) -> Ended:
+        """Return when all ranks have ended; a signal asks them to save, a second or too long a wait kills."""
+        with self._signals.collected(), Display(self._console) as display:
+            ranks = start()
+            while True:
+                codes = ranks.codes()
+                if self._screen is not None:
+                    self._screen.show(display)
+                    self._screen.show_error(over=codes is not None)
+                self._look_for_stop(ranks)
+                if codes is not None:
+                    ranks.close()
+                    came = self._signals.came
+                    return Ended(codes, came[0] if came else None, self._killed)
+                self._look_for_errors(ranks)
+                time.sleep(LOOK)
 
     def _look_for_stop(self, ranks: Ranks) -> None:
         came = self._signals.came
@@ -137,18 +164,12 @@ class Watcher:
                 else f"launcher.grace={self._config.launcher.grace} is over",
             )
 
-    def _look_for_errors(self, ranks: Ranks, over: bool) -> None:
-        records = error_records(self._run / "control")
-        if not records:
+    def _look_for_errors(self, ranks: Ranks) -> None:
+        if not has_failed(self._run / "control"):
             return
         now = time.monotonic()
         self._failed = self._failed or now
-        if not self._shown and (over or now - self._failed > SETTLE):
-            self._shown = True
-            record = first_record(records)
-            if record is not None and int(record["rank"]) != 0:
-                self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
-        if not over and now - self._failed > ALONE:
+        if now - self._failed > ALONE:
             self._kill(ranks, f"still there {ALONE:.0f} s after the first error")
 
     def _kill(self, ranks: Ranks, reason: str) -> None:

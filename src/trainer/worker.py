@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -23,17 +24,22 @@ from src.errors import UserError
 PR_SET_PDEATHSIG = 1
 
 
-def main(directory: Path) -> None:
-    """Train the run whose `config.yaml` lies in `directory`."""
+def main(directory: Path, failed: Callable[[int, int], None] | None = None) -> None:
+    """Train the run whose `config.yaml` lies in `directory`.
+
+    Args:
+        directory: the run's.
+        failed: called with rank and code before this process leaves because of an error.
+    """
     die_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     try:
         threading.excepthook = lambda args: fail(
-            directory, rank, args.exc_value or SystemExit(1), args.exc_traceback
+            directory, rank, args.exc_value or SystemExit(1), args.exc_traceback, failed
         )
         work(directory)
     except BaseException as error:
-        fail(directory, rank, error, error.__traceback__)
+        fail(directory, rank, error, error.__traceback__, failed)
 
 
 def work(directory: Path) -> None:
@@ -80,7 +86,13 @@ def die_with_parent() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def fail(directory: Path, rank: int, error: BaseException, trace: TracebackType | None) -> None:
+def fail(
+    directory: Path,
+    rank: int,
+    error: BaseException,
+    trace: TracebackType | None,
+    failed: Callable[[int, int], None] | None = None,
+) -> None:
     """Write `control/error.<rank>.json`, print the cause and leave with its code."""
     code = exit_code(error)
     text = "".join(traceback.format_exception(type(error), error, trace))
@@ -98,6 +110,8 @@ def fail(directory: Path, rank: int, error: BaseException, trace: TracebackType 
         temporary = control / f".error.{rank}.json"
         temporary.write_text(json.dumps(record))
         temporary.rename(control / f"error.{rank}.json")
+        if failed is not None:
+            failed(rank, code)
     finally:
         print(str(error) if isinstance(error, UserError) else text, file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -227,7 +227,7 @@ def test_reserved_names_are_refused_with_a_reason() -> None:
 def test_reserved_names_are_refused_as_values(base: Config) -> None:
     """CFG-2: the same names set by key instead of by group."""
     base.backend.name, base.pipeline.schedule, base.precision.fp8 = "megatron", "zbv", "dense"
-    base.launcher.name, base.logger.kinds, base.optimizer.kind = "slurm", ["mlflow", "wandb"], "muon"
+    base.launcher.name, base.logger.kinds, base.optimizer.kind = "spur", ["mlflow", "wandb"], "muon"
     found = {problem.key: problem.message for problem in reserved.check(base)}
     assert set(found) == {
         *(

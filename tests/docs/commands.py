@@ -34,6 +34,10 @@ PLAIN = ("ruff", "mypy", "pre-commit", "git", "cd")
 """Programs of others: only the paths they are given are looked at."""
 
 
+STARTERS = ("srun", "torchrun")
+"""Programs that start several processes of a command of ours."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One command of a document."""
@@ -111,6 +115,8 @@ def _check(command: Command, pytest_parser: Callable[[Sequence[str]], Any] | Non
         return missing
     if command.program == "python":
         return _python(arguments)
+    if command.program in STARTERS and "train.py" in arguments:
+        return _train(arguments[arguments.index("train.py") + 1 :])
     if command.program == "pip":
         return _pip(arguments)
     if command.program == "pytest":

@@ -1,0 +1,153 @@
+"""Following jobs: squeue beside `status.json`, until both agree that a run has ended (SLURM-2, SLURM-6)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from src.launchers import scheduler
+from src.launchers.bar import Display
+from src.launchers.launch import Launch
+from src.launchers.scheduler import TERMINAL, Seen, Verdict
+from src.launchers.settle import fail
+from src.launchers.watch import LOOK, Screen
+from src.status import Status, last_step, read_status
+
+OFTEN, MINUTE, SELDOM = 1.0, 60.0, 15.0
+"""Seconds between looks at the queue in the first minute, that minute, and the longest pause later."""
+CANCEL_WAIT = 120.0
+"""Seconds that a cancelled job may take to leave the queue."""
+
+
+def is_over(number: str) -> bool:
+    """Whether a job is neither waiting nor running; a queue that cannot be asked raises UserError (5)."""
+    from src.errors import UserError
+
+    seen = scheduler.look([number])
+    if seen is None:
+        raise UserError("squeue does not answer: whether the run's job is still there is unknown", code=5)
+    return number not in seen or not seen[number].is_alive
+
+
+class Queue:
+    """What squeue said last about a few jobs, and since when it says so."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self.ids = list(ids)
+        self._seen: dict[str, Seen] = {}
+        self._since: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._next = 0.0
+        self._asked = False
+
+    def look(self, soon: bool = False) -> None:
+        """Ask again if it is time to; a queue that does not answer changes nothing."""
+        now = time.monotonic()
+        if now < self._next or not self.ids:
+            return
+        age = now - self._started
+        self._next = now + (OFTEN if soon or age < MINUTE else min(SELDOM, age / MINUTE))
+        seen = scheduler.look(self.ids)
+        if seen is None:
+            return
+        self._asked = True
+        for number in self.ids:
+            if number not in self._since or self._state(seen, number) != self._state(self._seen, number):
+                self._since[number] = time.monotonic()
+        self._seen = seen
+
+    @staticmethod
+    def _state(seen: dict[str, Seen], number: str) -> str | None:
+        return seen[number].state if number in seen else None
+
+    def state(self, number: str) -> Seen | None:
+        """The last line about a job."""
+        return self._seen.get(number)
+
+    def verdict(self, number: str, run: Path) -> Verdict | None:
+        """How the job of `run` ended; None while it has not, or nobody can say."""
+        if not self._asked:
+            return None
+        seen, waited = self.state(number), time.monotonic() - self._since[number]
+        status = read_status(run)
+        is_silent = seen is not None and not seen.is_alive and waited >= scheduler.SILENT
+        code = scheduler.batch_code(number) if is_silent else 1
+        return scheduler.merge(seen, status, has_saved(run), waited, code)
+
+
+def has_saved(run: Path) -> bool:
+    """Whether the ranks stopped on request and saved."""
+    return (run / "control" / "requeue").exists()
+
+
+def write_verdict(run: Path, verdict: Verdict, interrupted: bool) -> Status:
+    """`status.json` of a run whose job has ended, written here only where the job could not do it itself."""
+    status = Status.read(run)
+    assert status is not None
+    if verdict.reason is not None and not (status.state in TERMINAL and not interrupted):
+        code, kind = (130, "Signal") if interrupted else (verdict.code, verdict.kind)
+        words = f"Ctrl-C cancelled the job: {verdict.reason}" if interrupted else verdict.reason
+        fail(status, code, kind, words, signal.SIGINT if interrupted else None)
+        if verdict.state == "stopped" or (interrupted and has_saved(run)):
+            status.state = "stopped"
+        status.last_step, status.ended = last_step(run), time.time()
+        status.write(run)
+    return status
+
+
+class Follower:
+    """Shows one run while its job waits and runs."""
+
+    def __init__(self, launch: Launch, run: Path, number: str) -> None:
+        self._launch, self._run, self._number = launch, run, number
+        self._screen = Screen(run, launch.config, launch.console)
+        self._queue = Queue([number])
+        self._said = ""
+        self._cancelled: float | None = None
+
+    def follow(self) -> Status | None:
+        """The status at the job's end; None if the job was left alone after Ctrl-C."""
+        signals = self._launch.signals
+        with signals.collected(), Display(self._launch.console) as display:
+            while True:
+                if signals.came and self._cancelled is None and not self._interrupt():
+                    return None
+                if len(signals.came) > 1 or self._is_overdue():
+                    self._launch.console.error(f"job {self._number} was cancelled; not waiting for its end")
+                    return None
+                state = (read_status(self._run) or {}).get("state")
+                self._queue.look(soon=state in TERMINAL or self._cancelled is not None)
+                self._say_state()
+                verdict = self._queue.verdict(self._number, self._run)
+                self._screen.show(display)
+                self._screen.show_error(over=verdict is not None)
+                if verdict is not None:
+                    return write_verdict(self._run, verdict, self._cancelled is not None)
+                time.sleep(LOOK)
+
+    def _is_overdue(self) -> bool:
+        return self._cancelled is not None and time.monotonic() - self._cancelled > CANCEL_WAIT
+
+    def _interrupt(self) -> bool:
+        """Cancel the job, or say how to find it again; True if it was cancelled."""
+        name = signal.Signals(self._launch.signals.came[0]).name
+        if self._launch.config.launcher.on_interrupt == "detach":
+            self._launch.console.line(
+                f"{name}: job {self._number} goes on; the same command follows it again"
+            )
+            return False
+        self._launch.console.line(f"{name}: cancelling job {self._number}; once more leaves at once")
+        self._cancelled = time.monotonic()
+        scheduler.cancel([self._number])
+        return True
+
+    def _say_state(self) -> None:
+        seen = self._queue.state(self._number)
+        if seen is None:
+            return
+        words = f"{seen.state.lower()}" + (f" ({seen.reason})" if seen.reason not in ("None", "") else "")
+        if words != self._said:
+            self._said = words
+            self._launch.console.line(f"job        {self._number} {words}")
