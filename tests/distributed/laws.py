@@ -69,12 +69,15 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
     report[f"norm {step}"] = apart(float(norm), trace.norms[step], limit)
     if step == 0:
         gradients = {name: p.grad for name, p in backend.parameters.items() if p.grad is not None}
-        assert set(gradients) == set(backend.parameters), "a gradient is None"
-        found = distances(runtime, backend, trace.gradients, gradients)
+        missing = set(backend.parameters) - set(gradients)
+        report |= {f"gradient {name} is None": math.inf for name in missing}
+        zeros = {name: torch.zeros_like(backend.parameters[name]) for name in missing}
+        found = distances(runtime, backend, trace.gradients, gradients | zeros)
         report |= {f"gradient {name}": d / GRADIENT[case.precision] for name, d in found}
     backend.scale_gradients((trace.max_norm / (norm + 1e-6)).clamp(max=1.0))
     for parameter in backend.parameters.values():
-        local(parameter).sub_(LEARNING_RATE * local(parameter.grad))
+        if parameter.grad is not None:
+            local(parameter).sub_(LEARNING_RATE * local(parameter.grad))
         parameter.grad = None
     backend.finish_step(torch.zeros(()))
     return report
