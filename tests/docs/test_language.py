@@ -41,4 +41,4 @@ def test_mutation_each_kind_is_found() -> None:
     """One example of each fault, and innocent text beside it."""
     bad = ("It is production-ready.", "see pypi.org", "in /mnt/ann/runs", "# TODO later")
     assert [len(faults(text)) for text in bad] == [1, 1, 1, 1]
-    assert faults("sys/fs and ~/.config are fine, a/work/b too.") == []
+    assert faults("sys/fs and ~/.config are fine, a/share/b too.") == []
