@@ -114,7 +114,7 @@ class NativeBackend:
         The ranks of rep hold the same shards, so only the first puts its own in. With `loss`, the sums of
         this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
         """
-        dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
+        dtype = torch.float64 if self._runtime.device.type == "cpu" else self._sums
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
         total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)

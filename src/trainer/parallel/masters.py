@@ -33,9 +33,9 @@ class Masters:
             for name, p in self._held.items()
         }
         """Module name → what the optimizer updates and checkpoints hold."""
-        for master in self.parameters.values():
-            master.grad_dtype = None  # A gradient may come in the compute dtype.
         self._pairs = [(p, self.parameters[name]) for name, p in self._held.items() if p.dtype != dtype]
+        for _, master in self._pairs:
+            master.grad_dtype = None  # A gradient may come in the compute dtype.
         self._is_stale = True
 
     @property
