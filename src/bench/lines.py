@@ -105,23 +105,16 @@ def datasheet_mfu(flops: float, device: torch.device) -> float | None:
     return flops / peaks[0] if peaks else None
 
 
+COLUMNS = (
+    *("model", "tokens", "side", "precision", "clip"),
+    *("ms", "tok/s", "MFU", "of gemm", "GiB", "speed", "memory"),
+)
+"""Of `row_of`: MFU is of the data sheet, `of gemm` of the measured product; ratios are to the peer."""
+
+
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Results as aligned text."""
-    head = (
-        "model",
-        "tokens",
-        "side",
-        "precision",
-        "clip",
-        "ms",
-        "tok/s",
-        "MFU",
-        "of gemm",
-        "GiB",
-        "speed",
-        "memory",
-    )
-    rows = [head, *(row_of(line) for line in lines)]
+    rows = [COLUMNS, *(row_of(line) for line in lines)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import bench_model
+from scripts import bench_model, generate_docs
 from src.bench import record
 from src.bench.compare import check_same_start
 from src.bench.lines import verdict
@@ -58,6 +58,19 @@ def test_bench_4_shares_are_whole(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         assert sum(line["share"].values()) == pytest.approx(1)
         assert min(line["share"]["dense"], line["share"]["head"], line["share"]["optimizer"]) > 0
+
+
+def test_bench_7_the_documents_table_has_a_row_a_line(
+    lines: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BENCH-7: the table is made from the lines; those of an earlier schema stay in the file alone."""
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
+    record.append(tmp_path / "benchmarks/bench_model.jsonl", lines)
+    with (tmp_path / "benchmarks/bench_model.jsonl").open("a") as file:
+        file.write('{"schema": 0}\n')
+    rows = generate_docs.benchmarks().splitlines()
+    assert len(rows) == 2 + len(lines)
+    assert all(f"{line['step_ms']['median']:.1f}" in row for line, row in zip(lines, rows[2:], strict=True))
 
 
 def test_bench_7_mutations_are_named(lines: list[dict[str, Any]]) -> None:
