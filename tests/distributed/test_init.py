@@ -81,3 +81,17 @@ def test_blocks_and_seeds() -> None:
     config.seed += 1
     assert not torch.equal(first, draw(config, "a", shape, 0.02, 0))
     assert abs(float(first.std()) / 0.02 - 1) < 0.05
+
+
+def test_threads_do_not_matter() -> None:
+    """ENG-9: three threads draw what one draws, into the same rows."""
+    config, threads = uneven_config(1), torch.get_num_threads()
+    config.mesh = MeshConfig()
+    drawn = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            drawn.append(build(config)[1].parameters)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(one.equal(drawn[1][name]) for name, one in drawn[0].items())
