@@ -81,9 +81,9 @@ def case_of(side: Side, tokens: int) -> dict[str, Any]:
 
 
 def is_compiled(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled: `backend.compile`, whose `auto` is true on a GPU."""
-    wanted = getattr(config.backend, "compile", False)
-    return device.type == "cuda" if wanted in ("auto", None) else str(wanted).lower() == "true"
+    """Whether layers are compiled: as `backend.compile` says, else on a GPU."""
+    wanted = config.backend.compile
+    return device.type == "cuda" if wanted is None else wanted
 
 
 def gib(side: Side, kind: str) -> float | None:

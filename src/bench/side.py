@@ -116,9 +116,9 @@ class Side:
         return loss
 
     def load_max_over_mean(self) -> float | None:
-        """Of the fullest expert of any layer in the last step; None without experts."""
+        """Of the fullest expert of any layer in the last step; None where nobody counted."""
         counts, layers = self.records[-1].counts, self.run.backend.moe_layers
-        if counts is None or not layers:
+        if counts is None or not layers or not counts.any():  # A compiled peer counts nothing.
             return None
         ratio: float = load_summary(counts.cpu(), layers)["load_max_over_mean"]
         return ratio

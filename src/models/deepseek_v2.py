@@ -81,9 +81,9 @@ class Router(nn.Module):
 
     specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
 
-    def __init__(self, config: DeepseekV2Config, layer: int, ops: Ops) -> None:
+    def __init__(self, config: DeepseekV2Config, ops: Ops) -> None:
         super().__init__()
-        self.config, self.layer, self.ops = config, layer, ops
+        self.config, self.ops = config, ops
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
@@ -92,10 +92,10 @@ class Router(nn.Module):
         routed = self.route(logits_TE, None)
         if batch.balance is None:
             return Routing(routed.ids_TK, routed.weights_TK)
-        ids_TK = batch.balance.choose(self.layer, routed.ids_TK)
+        ids_TK = batch.balance.choose(routed.ids_TK)
         if ids_TK is not routed.ids_TK:
             routed = self.route(logits_TE, ids_TK)
-        weights_TK = batch.balance.apply(self.layer, logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
+        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
         return Routing(ids_TK, weights_TK)
 
     def route(self, logits_TE: Tensor, ids_TK: Tensor | None) -> Routed:
@@ -116,10 +116,10 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Routed experts and the shared ones, which read the same normed input (sec. 2.2.1)."""
 
-    def __init__(self, config: DeepseekV2Config, layer: int, experts: range, ops: Ops) -> None:
+    def __init__(self, config: DeepseekV2Config, experts: range, ops: Ops) -> None:
         super().__init__()
         D, F = config.hidden_size, config.expert_size
-        self.gate = Router(config, layer, ops)
+        self.gate = Router(config, ops)
         self.experts = Experts(len(experts), D, F, ops)
         shared = config.num_shared_experts
         self.shared_experts = SwiGLU(D, F * shared) if shared else None
@@ -136,9 +136,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = LatentAttention(config, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp: MoE | SwiGLU = (
-            MoE(config, layer, experts, ops)
-            if self.is_moe
-            else SwiGLU(config.hidden_size, config.intermediate_size)
+            MoE(config, experts, ops) if self.is_moe else SwiGLU(config.hidden_size, config.intermediate_size)
         )
 
     def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
