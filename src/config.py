@@ -295,7 +295,9 @@ class CheckpointConfig:
     """When a run is saved and what is kept."""
 
     every: int = 50
-    """Steps between saves; the last step is always saved, 0 saves only then."""
+    """Steps between saves; 0 saves after the last step only."""
+    final: bool = True
+    """Save after the last step; `false` leaves a finished run without its weights, for benchmarks."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every: int = 0

@@ -256,6 +256,15 @@ def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[60][1] - found[12][1] < 2**24
 
 
+def test_without_a_final_checkpoint_only_a_stop_is_saved(tmp_path: Path) -> None:
+    """CKPT-7: `checkpoint.final=false` leaves a finished run without weights; a stopped one keeps its own."""
+    config = small_config(tmp_path, checkpoint=CheckpointConfig(every=0, final=False))
+    assert not run_here(config, tmp_path / "whole")
+    assert not list((tmp_path / "whole").glob("checkpoints/step-*"))
+    assert run_here(config, tmp_path / "stopped", stop_after=2)
+    assert list((tmp_path / "stopped").glob("checkpoints/step-*"))
+
+
 def test_a_step_reads_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENG-8: between flushes the step itself reads no tensor; on CPU the reference product reads offsets."""
     readers: Counter[str] = Counter()
