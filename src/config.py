@@ -72,7 +72,7 @@ class BackendConfig:
     experts_implementation: str = choice("auto", "eager", "grouped_mm", "batched_mm")
     """Experts of transformers; `auto` is grouped_mm where widths allow it, else eager (transformers)."""
     compile: str = choice("auto", "none", "layers", "model")
-    """What is one compiled graph; `auto`: layers on a GPU with whole parameters. `model`: transformers only."""
+    """What is one compiled graph; `auto`: layers on a GPU with whole parameters; `model`: of transformers."""
 
 
 @dataclass
