@@ -31,7 +31,7 @@ _mm = opaque("mm_to_fp32", "(Tensor a, Tensor b) -> Tensor", _product, _product_
 
 
 def split(x: Tensor, terms: int) -> list[Tensor]:
-    """bf16 tensors whose sum is `x` to 8 bits a term; three hold an fp32 number but for its last bit or so."""
+    """bf16 tensors whose sum is `x`, 8 bits a term; three hold an fp32 number to about its last bit."""
     parts = []
     for _ in range(terms):
         parts.append(x.to(torch.bfloat16))
