@@ -13,7 +13,7 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
 from src import runs
-from src.code_identity import code_record
+from src.code_identity import CodeRecord, code_record
 from src.compose import compose_jobs
 from src.config import Config
 from src.errors import Problem, UserError
@@ -30,12 +30,13 @@ from src.launchers.jobs import (
     signal_job,
     start_job,
 )
-from src.launchers.plan import check_memory, dry_run_text, make_plan
+from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
 from src.launchers.ranks import WORKER
 from src.launchers.watch import LOOK, Signals
 from src.machine import HIDING, find_machine
 from src.report import show, table, write_report
 from src.report_facts import read_run, row
+from src.trainer.data.keys import Corpora
 
 
 def run_sweep(
@@ -61,7 +62,7 @@ def run_sweep(
             configs, overrides, [str(text) for text in master.hydra.overrides.task], worker
         )
     jobs = make_jobs(configs, overrides, [str(text) for text in master.hydra.overrides.task])
-    plans = [make_plan(job.config, job.overrides) for job in jobs]
+    plans = plan_jobs(jobs)
     if configs[0].dry_run:
         for plan in plans:
             show_result(dry_run_text(plan))
@@ -70,6 +71,12 @@ def run_sweep(
         check_memory(plan)
         job.data_key = plan.data_key
     return Sweep(jobs, worker).run()
+
+
+def plan_jobs(jobs: Sequence[Job]) -> list[LaunchPlan]:
+    """The plan of each job; a corpus that several read is looked at once."""
+    corpora = Corpora()
+    return [make_plan(job.config, job.overrides, corpora=corpora) for job in jobs]
 
 
 def check_one_launcher(configs: Sequence[Config]) -> None:
@@ -97,8 +104,9 @@ class Sweep:
         """Run what is not done yet; a table at the end says how each job went."""
         self._console.line(f"sweep      {self._directory}, {len(self._jobs)} jobs {self._where()}")
         with self._signals.installed(), self._signals.collected():
+            code = code_record()
             for job in self._jobs:
-                self._find_directory(job)
+                self._find_directory(job, code)
             todo = [job for job in self._jobs if job.state == "queued"]
             data = prepare_data(todo, self._config.sweep.prepare_parallel, self._console.line)
             with (
@@ -117,11 +125,11 @@ class Sweep:
     def _where(self) -> str:
         return f"on {self._slots} slots"
 
-    def _find_directory(self, job: Job) -> None:
+    def _find_directory(self, job: Job, code: CodeRecord) -> None:
         """A done job is left byte for byte (SWEEP-4), a refused one fails, another one gets its directory."""
         before = job.path
         try:
-            found = runs.find(job.config, code_record(), job.data_key)
+            found = runs.find(job.config, code, job.data_key)
         except UserError as error:
             job.end("failed", error.code, str(error))
             self._console.line(f"{job.name}: {error}")
@@ -155,7 +163,7 @@ class Sweep:
 
     def _start(self, job: Job, scratch: Path) -> None:
         """Start a job in the directory that the code as it is now means, on devices that no other job has."""
-        self._find_directory(job)
+        self._find_directory(job, code_record())
         if job.state != "queued":
             return
         if self._devices:
