@@ -1,7 +1,7 @@
 """Measure how long a sweep takes before its first job starts, by phase.
 
-    python scripts/bench_sweep.py 100
-    python scripts/bench_sweep.py 100 --meshes 19 optimizer=sgd
+    python scripts/bench_sweep.py jobs=100
+    python scripts/bench_sweep.py jobs=100 meshes=19 optimizer=sgd
 
 Seeds times meshes make the jobs. Composition includes validation; the last line is the whole command, a dry
 run in a fresh process, whose seeds are rounded up. Nothing is trained or written.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from src.compose import check_overrides, compose_jobs, config_loader
 from src.errors import UserError
 from src.launchers.jobs import make_jobs
 from src.launchers.sweep import plan_jobs
+from src.script import script_values
 
 Result = TypeVar("Result")
 
@@ -47,22 +49,29 @@ MESHES = [
 """Specs that the default model and batch can have."""
 
 
+@dataclass
+class Values:
+    """What the script itself takes."""
+
+    jobs: int = 100
+    """Jobs of the sweep."""
+    meshes: int = 2
+    """Different meshes among them, of those in MESHES."""
+
+
 def main() -> int:
     """Print seconds by phase; 2 where the overrides are refused."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("jobs", type=int, help="number of jobs")
-    parser.add_argument("--meshes", type=int, default=2, help=f"different ones, at most {len(MESHES)}")
-    parser.add_argument("overrides", nargs="*", help="overrides of all jobs, as for train.py")
-    arguments = parser.parse_args()
-    meshes = MESHES[: arguments.meshes]
-    seeds = range(-(-arguments.jobs // len(meshes)))
-    swept = [f"seed=range(0,{len(seeds)})", f"mesh={','.join(meshes)}"]
-    pairs = list(product(seeds, meshes))[: arguments.jobs]
-    jobs = [[*arguments.overrides, f"seed={seed}", f"mesh={mesh}"] for seed, mesh in pairs]
+    parser.add_argument("overrides", nargs="*", help="jobs=N, meshes=N, and overrides as for train.py")
     try:
-        measure([*arguments.overrides, *swept], jobs)
+        values, common = script_values(Values, parser.parse_args().overrides)
+        meshes = MESHES[: max(1, values.meshes)]
+        seeds = range(-(-values.jobs // len(meshes)))
+        pairs = list(product(seeds, meshes))[: values.jobs]
+        jobs = [[*common, f"seed={seed}", f"mesh={mesh}"] for seed, mesh in pairs]
+        measure([*common, f"seed=range(0,{len(seeds)})", f"mesh={','.join(meshes)}"], jobs)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
