@@ -16,7 +16,7 @@ from src.launchers.bar import Progress
 from src.launchers.console import Console
 from src.launchers.follow import Queue, write_verdict
 from src.launchers.jobs import Job, data_failure, make_jobs
-from src.launchers.launch import Launch
+from src.launchers.launch import Launch, check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text
 from src.launchers.scheduler import max_array_size, need_slurm
 from src.launchers.slurm import FOLDER, living_job, open_attempt, pinned, script_of, side_by_side, submit_runs
@@ -50,7 +50,8 @@ def run_slurm_sweep(
     need_slurm()
     for job, plan in zip(jobs, plans, strict=True):
         check_memory(plan)
-        job.data_key = plan.data_key
+        check_log_copy(job.config)
+        job.plan, job.data_key = plan, plan.data_key
     return SlurmSweep(jobs, plans, worker).run()
 
 
@@ -100,8 +101,7 @@ class SlurmSweep(Sweep):
         for job in waiting:
             failure = data_failure(None if job.data_key is None else data.get(job.data_key))
             if failure is not None:
-                job.end("failed", *failure)
-                self._ended(job)
+                self._fail_before_start(job, *failure)
         ready = [job for job in waiting if job.state == "queued"]
         for places in groups([self._plans[job.name] for job in ready], max_array_size()):
             self._submit([ready[k] for k in places])
