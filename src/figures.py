@@ -73,8 +73,10 @@ def new_axes() -> tuple[Any, Axes]:
 
 def save(figure: Any, axes: Axes, path: Path, title: str) -> None:
     """Label and write the figure, replacing an older one in one rename."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
