@@ -32,6 +32,7 @@ MIXED = [
     ["optimizer=sgd", "mesh=ep2", "mesh.pp=2", "optimizer.lr=1e-3"],
     ["launcher=slurm", "launcher.time=90m", "max_steps=7"],
     ["data=text_files", 'data.files=["a b/*.txt","c=d.txt"]', "tokenizer=bytes"],
+    ["max_steps=7", "+env.A='1'", "optimizer.betas=[0.5,0.6]"],
     [],
 ]
 """Seeds, meshes, sizes, experiments, additions, lists; the same choices come back with other values."""
