@@ -7,6 +7,7 @@ them differs from what this script would write.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
 
 def main() -> int:
     """Rewrite what differs and name it."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for path in documents():
         old = path.read_text(encoding="utf-8")
         new = regenerate(old)

@@ -73,7 +73,7 @@ def _help() -> int:
 def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
-        return _hydra(flags, parsed.overrides)
+        return _completion(flags, parsed.overrides)
     place = recognise(os.environ)
     if place is not None:
         return _direct(place, parsed)
@@ -83,6 +83,24 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     if parsed.multirun or parsed.cfg or parsed.info:
         return _sweep(flags, parsed.overrides, parsed.multirun)
     return _single(parsed.overrides)
+
+
+def _completion(flags: list[str], words: list[str]) -> int:
+    """Answer a shell's `query=SHELL`; Hydra itself writes the scripts that ask it."""
+    from src.completion import SEPARATORS, Completion
+    from src.compose import config_loader
+
+    verb, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+    if verb not in ("install", "uninstall", "query") or shell not in SEPARATORS:
+        fix = f"type -sc install=SHELL or -sc uninstall=SHELL, SHELL one of {', '.join(SEPARATORS)}"
+        raise UserError(
+            [Problem("-sc", f"takes one verb and a shell, not {' '.join(words)!r}", fix, "HELP-2")]
+        )
+    if verb != "query":
+        return _hydra(flags, words)
+    with config_loader() as loader:
+        print(SEPARATORS[shell].join(Completion(loader).answer(os.environ.get("COMP_LINE", ""))))
+    return 0
 
 
 def _direct(place: Place, parsed: argparse.Namespace) -> int:

@@ -11,18 +11,12 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from src import overrides as lines
 from src import reserved
-from src.conf_files import Source, check_file
+from src.composer import FAILURES, ROOT, Composer
 from src.config import Config
 from src.digest import config_digest, flatten, identity
 from src.errors import Problem, UserError
-from src.fields import schema_of
 from src.machine import find_machine
 from src.models.schema import FAMILIES
 from src.resolve import resolve
@@ -31,12 +25,6 @@ from src.validate import validate
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The config groups."""
-
-FAILURES = (HydraException, OmegaConfBaseException, YAMLError)
-"""What Hydra raises where a config cannot be composed; a file that is no YAML comes through as it is."""
-
-ROOT = "train"
-"""The config that `train.py` composes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,8 @@ def config_loader() -> Iterator[ConfigLoader]:
 def compose(overrides: Sequence[str]) -> Composed:
     """Compose, check and resolve one run; raises `UserError` with every problem at once."""
     with config_loader() as loader:
-        return _compose(loader, overrides, {})
+        tree = Composer(loader).compose(overrides)
+        return Composed(finish(typed(tree.config)), tree.is_multirun)
 
 
 def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Config]:
@@ -80,11 +69,11 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
     Raises:
         UserError: with the problems of all jobs, each led by the job's overrides.
     """
+    composer = Composer(loader)
     configs, problems = [], []
-    seen: dict[Source, list[Problem]] = {}
     for job in jobs:
         try:
-            configs.append(_compose(loader, job, seen).config)
+            configs.append(finish(typed(composer.compose(job).config)))
         except UserError as error:
             problems += [
                 Problem(f"[{' '.join(job)}] {p.key}", p.message, p.fix, p.rule) for p in error.problems
@@ -113,7 +102,7 @@ def _shared_names(configs: Sequence[Config]) -> list[Problem]:
 def check_overrides(overrides: Sequence[str], multirun: bool) -> None:
     """Raise `UserError` with everything wrong with the overrides alone, each value of a sweep included."""
     with config_loader() as loader:
-        raise_all(_Request(loader, overrides, multirun).problems())
+        raise_all(Composer(loader).problems(overrides, multirun))
 
 
 def finish(config: Config) -> Config:
@@ -124,76 +113,10 @@ def finish(config: Config) -> Config:
     return config
 
 
-class _Request:
-    """Overrides on their way to a tree: what each is, and what is wrong with it."""
-
-    def __init__(self, loader: ConfigLoader, overrides: Sequence[str], multirun: bool) -> None:
-        self.loader, self.multirun = loader, multirun
-        everything, self.unparsed = lines.parse(overrides)
-        self.hydra = [item.line for item in everything if item.is_hydra]
-        groups = lines.Groups(loader)
-        ours = [item for item in everything if not item.is_hydra]
-        choices = [item for item in ours if lines.is_choice(item, groups)]
-        self.values = [item for item in ours if item not in choices]
-        self.choices, self.bad_choices = lines.check_groups(choices, groups, multirun)
-
-    def problems(self, seen: dict[Source, list[Problem]] | None = None) -> list[Problem]:
-        """All problems; files are read again unless `seen` remembers them."""
-        files = self._files()
-        known = schema_of(_family_of(files))
-        problems = [*self.unparsed, *self.bad_choices]
-        for item in self.values:
-            problems += lines.check_value(item, known, self.multirun)
-        for source in _sources(self.loader, files):
-            seen = {} if seen is None else seen
-            if source not in seen:
-                seen[source] = check_file(source, known)
-            problems += seen[source]
-        return problems
-
-    def _files(self) -> list[tuple[str, str]]:
-        """Path and package of each config of the defaults list, as far as the choices can be composed."""
-        try:
-            found = self.loader.compute_defaults_list(ROOT, [*self.choices, *self.hydra], RunMode.RUN)
-        except FAILURES:
-            return []
-        return [(item.config_path, item.package or "") for item in found.defaults if item.config_path]
-
-
-def _compose(loader: ConfigLoader, overrides: Sequence[str], seen: dict[Source, list[Problem]]) -> Composed:
-    raise_all(_Request(loader, overrides, multirun=False).problems(seen))
-    try:
-        tree = loader.load_configuration(ROOT, list(overrides), RunMode.RUN, from_shell=False)
-    except FAILURES as error:
-        raise UserError([Problem("composition", _first_lines(error))]) from error
-    return Composed(finish(typed(tree)), tree.hydra.mode == RunMode.MULTIRUN)
-
-
-def _first_lines(error: BaseException) -> str:
-    """What Hydra says, and what OmegaConf said before it."""
-    cause = f": {error.__cause__}" if error.__cause__ is not None else ""
-    return f"{error}{cause}".strip()
-
-
-def _family_of(files: list[tuple[str, str]]) -> str:
-    """The family whose schema is in the defaults list; the first known one if the list cannot be made."""
-    names = [path.rpartition("/")[2] for path, _ in files if path.startswith("schema/model/")]
-    return names[-1] if names else next(iter(FAMILIES))
-
-
-def _sources(loader: ConfigLoader, files: list[tuple[str, str]]) -> list[Source]:
-    """The YAML files among the configs, each from the first folder of the search path that has it."""
-    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    found = []
-    for path, package in files:
-        hits = (folder / f"{path}.yaml" for folder in folders if (folder / f"{path}.yaml").is_file())
-        file = next(hits, None)
-        if file is not None and not path.startswith("hydra/"):
-            found.append(Source(file, package, is_site=path.startswith("site/")))
-    return found
-
-
 __all__ = [
+    "CONF",
+    "FAILURES",
+    "ROOT",
     "Composed",
     "check_overrides",
     "compose",

@@ -66,6 +66,11 @@ def hints_of(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+def leaves_of(cls: Any) -> dict[str, Leaf]:
+    """Field → what it takes, of a dataclass without sections."""
+    return {item.name: _leaf(hints_of(cls)[item.name], item.metadata) for item in fields(cls)}
+
+
 def _walk(cls: type, prefix: str, swap: dict[str, type], leaves: dict[str, Leaf], sections: set[str]) -> None:
     hints = hints_of(cls)
     for item in fields(cls):

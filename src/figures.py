@@ -44,7 +44,8 @@ def sweep_figure(path: Path, groups: list[Group]) -> None:
             low = [mean - sd for mean, sd in zip(means, sds, strict=True)]
             high = [mean + sd for mean, sd in zip(means, sds, strict=True)]
             axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.25, lw=0)
-    save(figure, axes, path, path.parent.name)
+    has_band = any(len(group.runs) > 1 for group in groups)
+    save(figure, axes, path, f"{path.parent.name}{', mean ± sd over seed' * has_band}")
 
 
 def mean_and_band(group: Group) -> tuple[list[int], list[float], list[float]]:
@@ -72,7 +73,10 @@ def new_axes() -> tuple[Any, Axes]:
 
 def save(figure: Any, axes: Axes, path: Path, title: str) -> None:
     """Label and write the figure, replacing an older one in one rename."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)

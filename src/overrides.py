@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,12 @@ class Typed:
         return bool(self.override.is_hydra_override())
 
 
-def parse(lines: Iterable[str]) -> tuple[list[Typed], list[Problem]]:
-    """Overrides that Hydra's grammar takes, and a problem with the quoted form for each other one (HYD-8)."""
-    parser = OverridesParser.create()
-    parsed, problems = [], []
-    for line in lines:
-        try:
-            parsed += [Typed(line, override) for override in parser.parse_overrides([line])]
-        except HydraException:
-            problems.append(_unparsed(line))
-    return parsed, problems
+def parse(line: str, parser: OverridesParser) -> tuple[list[Typed], list[Problem]]:
+    """An override that Hydra's grammar takes, or else a problem with the quoted form (HYD-8)."""
+    try:
+        return [Typed(line, override) for override in parser.parse_overrides([line])], []
+    except HydraException:
+        return [], [_unparsed(line)]
 
 
 def _unparsed(line: str) -> Problem:

@@ -16,13 +16,24 @@ NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one rename, so that a reader sees the old or the new one whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` atomically by indented strict JSON."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def overwrite_json(path: Path, value: Any) -> None:
+    """Write over the bytes of a file that is there, where a second file has no room."""
+    with path.open("r+", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        file.truncate()
 
 
 def read_json(path: Path) -> Record | None:

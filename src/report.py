@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,15 @@ def sweep_text(
 ) -> str:
     """Markdown of a sweep: its runs, means over seeds, what was not averaged, differences between meshes."""
     header, cells = sweep_table(keys, rows)
-    parts = [f"# {directory.name}", table(header, cells), "![loss](loss.png)", "## Mean ± sd over seed"]
+    parts = [f"# {directory.name}", table(header, cells)]
+    parts += ["![loss](loss.png)", "## Mean ± sd over seed"] if found else ["No run is done."]
     names = [group.name for group in found]
     lines = [
         [name, show(a["n"]), *(spread(a.get(v)) for v in AVERAGED)]
         for name, a in zip(names, averages, strict=True)
     ]
-    parts += [table(["", "n", *AVERAGED], lines), *notes]
+    parts += [table(["", "n", *AVERAGED], lines)] if found else []
+    parts += notes
     if meshes:
         parts += [
             "## Meshes: largest relative difference from the first",
@@ -143,10 +146,14 @@ def mesh_rows(meshes: list[Record]) -> list[list[str]]:
 
 
 def spread(value: Record | None) -> str:
-    """`mean ± sd`; the mean alone for one run."""
+    """`mean ± sd` with two digits of the deviation, the mean as far; the mean alone for one run."""
     if value is None:
         return "-"
-    return show(value["mean"]) + ("" if value["sd"] is None else f" ± {value['sd']:.2g}")
+    mean, sd = value["mean"], value["sd"]
+    if sd is None or not (math.isfinite(mean) and math.isfinite(sd) and sd > 0):
+        return show(mean) + ("" if sd is None else f" ± {show(sd)}")
+    decimals = max(0, 1 - math.floor(math.log10(sd)))
+    return f"{mean:,.{decimals}f} ± {sd:,.{decimals}f}"
 
 
 def show(value: Any) -> str:

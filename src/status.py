@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.config import Config
-from src.records import Record, read_json, read_steps, write_json
+from src.records import Record, overwrite_json, read_json, read_steps, write_json
 
 SCHEMA = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk that is full."""
 
 
 @dataclass
@@ -34,8 +37,18 @@ class Status:
     ended: float | None = None
 
     def write(self, run: Path) -> None:
-        """Replace `RUN/status.json`."""
-        write_json(run / "status.json", {"schema": SCHEMA, **vars(self)})
+        """Replace `RUN/status.json`.
+
+        On a full disk it is written over in place, into the block that it has: a torn file means unknown,
+        which is true, while the old one would say `running` for ever.
+        """
+        record = {"schema": SCHEMA, **vars(self)}
+        try:
+            write_json(run / "status.json", record)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            overwrite_json(run / "status.json", record)
 
     @property
     def why(self) -> str | None:

@@ -117,12 +117,12 @@ def _build(cls: Any, prefix: str, tree: Mapping[str, Any], known: Schema, family
         hint = FAMILIES[family] if key == "model" else hints[item.name]
         inner = is_dataclass(hint)
         values[item.name] = (
-            _build(hint, f"{key}.", value, known, family) if inner else _cast(value, known.leaves[key])
+            _build(hint, f"{key}.", value, known, family) if inner else cast(value, known.leaves[key])
         )
     return cls(**values)
 
 
-def _cast(value: Any, leaf: Leaf) -> Any:
+def cast(value: Any, leaf: Leaf) -> Any:
     """A checked value in the type of its key: 1 becomes 1.0 where a number is wanted."""
     if value is None:
         return None

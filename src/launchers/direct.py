@@ -27,7 +27,7 @@ from src.launchers import node
 from src.launchers.bar import Display
 from src.launchers.batch import settle_nodes
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
-from src.launchers.launch import Launch, finish, log_files, papers, prepare_data
+from src.launchers.launch import Launch, check_log_copy, finish, log_files, papers, prepare_for
 from src.launchers.outcome import node_records
 from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
@@ -93,6 +93,7 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
         print(dry_run_text(plan))
         return 0
     check_memory(plan)
+    check_log_copy(config)
     code = code_record()
     claim = runs.claim(config, code, plan.data_key)
     for note in claim.notes:
@@ -100,17 +101,17 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
     if claim.finished:
         return 0
     launch.console.line(f"run        {claim.path}, {kind} 0 of {place.tasks} of {place.source}")
+    status = Status("running", claim.attempt, config_digest(config))
     try:
-        prepare_data(launch)
         environment = environment_of(config, place, kind)
         runs.begin_attempt(claim, papers(launch, plan, environment, code, plan.data_key))
+        log_files(launch, claim.path)
+        status.write(claim.path)
+        prepare_for(launch, claim.path, status)
     except BaseException:
         claim.release()
         raise
-    log_files(launch, claim.path)
     os.environ.update({**environment.values, **place.variables(claim.attempt)})
-    status = Status("running", claim.attempt, config_digest(config))
-    status.write(claim.path)
     return Opened(launch, claim, status, kind)
 
 

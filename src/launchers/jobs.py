@@ -20,6 +20,7 @@ from src.config import Config
 from src.errors import UserError
 from src.launchers.bar import Progress
 from src.launchers.outcome import exit_code
+from src.launchers.plan import LaunchPlan
 from src.launchers.ranks import applied
 from src.naming import job_name, key_of, sweep_name
 from src.report_facts import overrides_text
@@ -40,6 +41,8 @@ class Job:
     """The swept keys with this job's values."""
     data_key: str | None = None
     """Name of its token artifact, as its plan says; None for synthetic data."""
+    plan: LaunchPlan | None = None
+    """What its launch will do, as the sweep made it."""
     path: Path | None = None
     """The run directory, once it is known."""
     state: str = "queued"
@@ -183,10 +186,10 @@ def prepare_data(
     return futures
 
 
-def data_failure(future: Future[None] | None) -> tuple[int, str] | None:
-    """Exit code and reason of a failed preparation; None if it did not fail."""
+def data_failure(future: Future[None] | None) -> tuple[int, str, str] | None:
+    """Exit code, type and message of a failed preparation; None if it did not fail."""
     error = future.exception() if future is not None and future.done() else None
     if error is None:
         return None
     code = error.code if isinstance(error, UserError) else 4
-    return code, f"{type(error).__name__}: {error}"
+    return code, type(error).__name__, str(error)

@@ -7,7 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from src.code_identity import CodeRecord, code_diff, code_record
 from src.compose import dump_config
 from src.config import Config
 from src.digest import config_digest
-from src.errors import UserError
+from src.errors import Problem, UserError
 from src.launchers.closing import closing_screen
 from src.launchers.console import Console
 from src.launchers.environment import (
@@ -86,7 +87,9 @@ def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
         except OSError as error:
             if error.errno not in FROM_THE_DISK:
                 raise
-            launch.console.error(f"the run's files cannot be written: {error}; its state is unknown")
+            launch.console.error(
+                f"the run's files cannot be written: {error}; status.json may be out of date"
+            )
             return 1
 
 
@@ -98,6 +101,7 @@ def find_and_run(launch: Launch) -> int:
     with console.phase("plan"):
         plan = make_plan(launch.config, launch.overrides)
         check_memory(plan)
+        check_log_copy(launch.config)
     with console.phase("run") as words:
         code, key = code_record(), plan.data_key
         taken = runs.claim(launch.config, code, key)
@@ -118,15 +122,29 @@ def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, ke
     status = Status("running", taken.attempt, config_digest(launch.config))
     importing = import_agent_early() if launch.config.mesh.world > 1 else None
     try:
-        environment = describe_environment(launch)
-        runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
-        log_files(launch, taken.path)
+        with failures_in(status):
+            environment = describe_environment(launch)
+            runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
+            log_files(launch, taken.path)
+            status.write(taken.path)
+            prepare_data(launch)
+            if importing is not None:
+                importing.join()
+            ended = run_ranks(launch, taken, environment)
+            settle(status, taken.path, ended)
+    finally:
+        status.last_step, status.ended = last_step(taken.path), time.time()
         status.write(taken.path)
-        prepare_data(launch)
-        if importing is not None:
-            importing.join()
-        ended = run_ranks(launch, taken, environment)
-        settle(status, taken.path, ended)
+    finish(launch, taken.path, status)
+    assert status.exit_code is not None
+    return status.exit_code
+
+
+@contextmanager
+def failures_in(status: Status) -> Iterator[None]:
+    """Whatever ends the body before the ranks have started becomes the failure of `status`, and goes on."""
+    try:
+        yield
     except UserError as error:
         fail(status, error.code, "UserError", str(error))
         raise
@@ -136,12 +154,17 @@ def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, ke
     except Exception as error:
         fail(status, 1, type(error).__name__, str(error))
         raise
+
+
+def prepare_for(launch: Launch, run: Path, status: Status) -> None:
+    """Build the data of an attempt that is written already; a failure is left in its `status.json`."""
+    try:
+        with failures_in(status):
+            prepare_data(launch)
     finally:
-        status.last_step, status.ended = last_step(taken.path), time.time()
-        status.write(taken.path)
-    finish(launch, taken.path, status)
-    assert status.exit_code is not None
-    return status.exit_code
+        if status.state == "failed":
+            status.ended = time.time()
+            status.write(run)
 
 
 def import_agent_early() -> threading.Thread:
@@ -196,6 +219,19 @@ def papers(
     if environment is not None:
         files["env.json"] = json.dumps(environment.json(), indent=2) + "\n"
     return files
+
+
+def check_log_copy(config: Config) -> None:
+    """Raise `UserError` (3) before any work if the log cannot be copied to `logger.copy_to` (law 6)."""
+    if config.logger.copy_to is None:
+        return
+    try:
+        with open(config.logger.copy_to, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        message = f"{config.logger.copy_to} cannot be written: {error.strerror}"
+        fix = "name a file in a directory that is there, or leave it out: launcher.log has the same lines"
+        raise UserError([Problem("logger.copy_to", message, fix, "LOG-5")], code=3) from error
 
 
 def log_files(launch: Launch, run: Path) -> None:

@@ -21,7 +21,7 @@ from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
 from src.models.counts import count
 from src.naming import run_name
-from src.trainer.data.keys import data_key
+from src.trainer.data.keys import Corpora, data_key
 from src.trainer.parallel import layout
 
 GIB = 2**30
@@ -132,19 +132,25 @@ MOST_LINES = 16
 """Ranks that the text lists."""
 
 
-def make_plan(config: Config, overrides: Sequence[str], machine: Machine | None = None) -> LaunchPlan:
+def make_plan(
+    config: Config,
+    overrides: Sequence[str],
+    machine: Machine | None = None,
+    corpora: Corpora | None = None,
+) -> LaunchPlan:
     """The plan of a resolved and valid config; touches nothing and starts nothing.
 
     Args:
         config: as `compose` returns it.
         overrides: the command line's, for the record.
         machine: what ranks may take; found here if not given.
+        corpora: what other plans of the same command saw of their data; looked at here if not given.
 
     Raises:
         UserError: the corpus cannot be read (4), or the environment contradicts the config (2).
     """
     machine = machine or find_machine(config)
-    key = data_key(config)
+    key = data_key(config, corpora)
     run = str(Path(config.paths.runs) / run_name(config))
     ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
     counts = count(config.model)

@@ -16,7 +16,15 @@ from src.code_identity import CodeRecord, code_record
 from src.config import Config
 from src.digest import config_digest
 from src.launchers.follow import Follower, is_over
-from src.launchers.launch import Launch, finish, guarded, log_files, papers, prepare_data
+from src.launchers.launch import (
+    Launch,
+    check_log_copy,
+    finish,
+    guarded,
+    log_files,
+    papers,
+    prepare_for,
+)
 from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER
 from src.launchers.scheduler import need_slurm
@@ -59,6 +67,7 @@ def find_and_follow(launch: Launch) -> int:
     with console.phase("plan"):
         plan = make_plan(launch.config, launch.overrides)
         check_memory(plan)
+        check_log_copy(launch.config)
     with console.phase("run") as words:
         code = code_record()
         found = runs.find(launch.config, code, plan.data_key)
@@ -90,18 +99,18 @@ def living_job(run: Path) -> str | None:
 
 
 def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord) -> str:
-    """Prepare data, write the run's papers, submit; the directory is held meanwhile. Returns the job's id."""
+    """Write the run's papers, prepare data, submit; the directory is held meanwhile. Returns the job's id."""
     taken = runs.take(found, launch.config)
     try:
         other = living_job(taken.path)
         if other is not None:
             launch.console.line(f"job        {other} was submitted by another command: following it")
             return other
+        copy = snapshot(Path(launch.config.paths.runs), code)
+        status = open_attempt(launch, taken, plan, code, copy)
         if launch.config.data.prepare.where == "submit":
-            prepare_data(launch)
+            prepare_for(launch, taken.path, status)
         with launch.console.phase("submit") as words, launch.signals.collected():
-            copy = snapshot(Path(launch.config.paths.runs), code)
-            open_attempt(launch, taken, plan, code, copy)
             (number,) = submit_runs(taken.path / FOLDER, [plan], [taken.path], copy)
             words.append(f"job {number}")
         return number
@@ -109,13 +118,15 @@ def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord)
         taken.release()
 
 
-def open_attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path) -> None:
+def open_attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path) -> Status:
     """Write the papers of an attempt that a job will make, and say that it is queued."""
     files = papers(launch, plan, None, code, plan.data_key)
     files["job.json"] = json.dumps(asdict(JobRecord(launch.worker, str(copy))), indent=2) + "\n"
     runs.begin_attempt(taken, files)
     log_files(launch, taken.path)
-    Status("queued", taken.attempt, config_digest(launch.config)).write(taken.path)
+    status = Status("queued", taken.attempt, config_digest(launch.config))
+    status.write(taken.path)
+    return status
 
 
 def submit_runs(

@@ -16,12 +16,12 @@ from src.launchers.bar import Progress
 from src.launchers.console import Console
 from src.launchers.follow import Queue, write_verdict
 from src.launchers.jobs import Job, data_failure, make_jobs
-from src.launchers.launch import Launch
-from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
+from src.launchers.launch import Launch, check_log_copy
+from src.launchers.plan import LaunchPlan, check_memory, dry_run_text
 from src.launchers.scheduler import max_array_size, need_slurm
 from src.launchers.slurm import FOLDER, living_job, open_attempt, pinned, script_of, side_by_side, submit_runs
 from src.launchers.snapshot import snapshot
-from src.launchers.sweep import Sweep
+from src.launchers.sweep import Sweep, plan_jobs
 from src.report import write_report
 
 MOST_LINES = 16
@@ -40,7 +40,7 @@ def run_slurm_sweep(
         worker: module that a rank runs.
     """
     jobs = make_jobs([pinned(config) for config in configs], overrides, typed)
-    plans = [make_plan(job.config, job.overrides) for job in jobs]
+    plans = plan_jobs(jobs)
     if configs[0].dry_run:
         for group in groups(plans):
             print(script_of(jobs[0].config, [plans[k] for k in group]))
@@ -50,7 +50,8 @@ def run_slurm_sweep(
     need_slurm()
     for job, plan in zip(jobs, plans, strict=True):
         check_memory(plan)
-        job.data_key = plan.data_key
+        check_log_copy(job.config)
+        job.plan, job.data_key = plan, plan.data_key
     return SlurmSweep(jobs, plans, worker).run()
 
 
@@ -78,9 +79,9 @@ class SlurmSweep(Sweep):
     def _drawn(self) -> list[Job]:
         return [job for job in self._running() if job.progress is not None and job.progress.last][:MOST_LINES]
 
-    def _find_directory(self, job: Job) -> None:
+    def _find_directory(self, job: Job, code: CodeRecord) -> None:
         """As locally; a job that waits or runs is followed instead of submitted again."""
-        super()._find_directory(job)
+        super()._find_directory(job, code)
         number = living_job(job.path) if job.state == "queued" and job.path is not None else None
         if number is not None:
             self._console.line(f"{job.name}  was submitted before as job {number}: following it")
@@ -100,8 +101,7 @@ class SlurmSweep(Sweep):
         for job in waiting:
             failure = data_failure(None if job.data_key is None else data.get(job.data_key))
             if failure is not None:
-                job.end("failed", *failure)
-                self._ended(job)
+                self._fail_before_start(job, *failure)
         ready = [job for job in waiting if job.state == "queued"]
         for places in groups([self._plans[job.name] for job in ready], max_array_size()):
             self._submit([ready[k] for k in places])

@@ -13,9 +13,10 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
 from src import runs
-from src.code_identity import code_record
+from src.code_identity import CodeRecord, code_record
 from src.compose import compose_jobs
 from src.config import Config
+from src.digest import config_digest
 from src.errors import Problem, UserError
 from src.launchers.bar import Display
 from src.launchers.console import Console, clock, show_result
@@ -30,12 +31,16 @@ from src.launchers.jobs import (
     signal_job,
     start_job,
 )
-from src.launchers.plan import check_memory, dry_run_text, make_plan
+from src.launchers.launch import Launch, check_log_copy, papers
+from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
 from src.launchers.ranks import WORKER
+from src.launchers.settle import fail
 from src.launchers.watch import LOOK, Signals
 from src.machine import HIDING, find_machine
 from src.report import show, table, write_report
 from src.report_facts import read_run, row
+from src.status import Status
+from src.trainer.data.keys import Corpora
 
 
 def run_sweep(
@@ -61,15 +66,22 @@ def run_sweep(
             configs, overrides, [str(text) for text in master.hydra.overrides.task], worker
         )
     jobs = make_jobs(configs, overrides, [str(text) for text in master.hydra.overrides.task])
-    plans = [make_plan(job.config, job.overrides) for job in jobs]
+    plans = plan_jobs(jobs)
     if configs[0].dry_run:
         for plan in plans:
             show_result(dry_run_text(plan))
         return 0
     for job, plan in zip(jobs, plans, strict=True):
         check_memory(plan)
-        job.data_key = plan.data_key
+        check_log_copy(job.config)
+        job.plan, job.data_key = plan, plan.data_key
     return Sweep(jobs, worker).run()
+
+
+def plan_jobs(jobs: Sequence[Job]) -> list[LaunchPlan]:
+    """The plan of each job; a corpus that several read is looked at once."""
+    corpora = Corpora()
+    return [make_plan(job.config, job.overrides, corpora=corpora) for job in jobs]
 
 
 def check_one_launcher(configs: Sequence[Config]) -> None:
@@ -97,8 +109,9 @@ class Sweep:
         """Run what is not done yet; a table at the end says how each job went."""
         self._console.line(f"sweep      {self._directory}, {len(self._jobs)} jobs {self._where()}")
         with self._signals.installed(), self._signals.collected():
+            code = code_record()
             for job in self._jobs:
-                self._find_directory(job)
+                self._find_directory(job, code)
             todo = [job for job in self._jobs if job.state == "queued"]
             data = prepare_data(todo, self._config.sweep.prepare_parallel, self._console.line)
             with (
@@ -117,11 +130,11 @@ class Sweep:
     def _where(self) -> str:
         return f"on {self._slots} slots"
 
-    def _find_directory(self, job: Job) -> None:
+    def _find_directory(self, job: Job, code: CodeRecord) -> None:
         """A done job is left byte for byte (SWEEP-4), a refused one fails, another one gets its directory."""
         before = job.path
         try:
-            found = runs.find(job.config, code_record(), job.data_key)
+            found = runs.find(job.config, code, job.data_key)
         except UserError as error:
             job.end("failed", error.code, str(error))
             self._console.line(f"{job.name}: {error}")
@@ -148,14 +161,22 @@ class Sweep:
                 continue
             failure = data_failure(future)
             if failure is not None:
-                job.end("failed", *failure)
-                self._ended(job)
+                self._fail_before_start(job, *failure)
             elif self._has_room(job):
                 self._start(job, scratch)
 
+    def _fail_before_start(self, job: Job, code: int, kind: str, message: str) -> None:
+        """A job whose data cannot be had; its directory says so, as if it had run."""
+        job.end("failed", code, f"{kind}: {message}")
+        try:
+            job.path = leave_failure(job, code, kind, message)
+        except (UserError, OSError) as error:
+            self._console.line(f"{job.name}: {error}")
+        self._ended(job)
+
     def _start(self, job: Job, scratch: Path) -> None:
         """Start a job in the directory that the code as it is now means, on devices that no other job has."""
-        self._find_directory(job)
+        self._find_directory(job, code_record())
         if job.state != "queued":
             return
         if self._devices:
@@ -231,6 +252,22 @@ class Sweep:
             self._report(figure=True)
         self._console.line("\n" + summary(self._jobs))
         self._console.line(f"report     {self._directory / 'report.md'}")
+
+
+def leave_failure(job: Job, code: int, kind: str, message: str) -> Path:
+    """The papers and the failed `status.json` of an attempt that never started; returns its directory."""
+    assert job.plan is not None
+    record = code_record()
+    claim = runs.claim(job.config, record, job.data_key)
+    try:
+        files = papers(Launch(job.config, job.overrides), job.plan, None, record, job.data_key)
+        runs.begin_attempt(claim, files)
+        status = Status("failed", claim.attempt, config_digest(job.config), ended=time.time())
+        fail(status, code, kind, message)
+        status.write(claim.path)
+    finally:
+        claim.release()
+    return claim.path
 
 
 def free_devices(config: Config) -> list[str]:

@@ -16,6 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -82,11 +83,12 @@ def test_commas_and_grammar(load: Callable[..., DictConfig]) -> None:
     """HYD-7: a comma is a sweep; HYD-8: which characters need quotes."""
     with pytest.raises(ConfigCompositionException, match="Ambiguous value"):
         load("run_name=a,b")
+    parser = OverridesParser.create()
     for value in ("out/step=100", "n[01-03]", "~/x", "a;b", "a#b", "a&b", "a!b", 'a"b'):
         with pytest.raises(OverrideParseException):
             load(f"resume={value}")
-        assert parse([f"resume={value}"])[1], value
-        assert not parse([f"""resume="{value.replace('"', chr(92) + '"')}" """.strip()])[1], value
+        assert parse(f"resume={value}", parser)[1], value
+        assert not parse(f"""resume="{value.replace('"', chr(92) + '"')}" """.strip(), parser)[1], value
     for value in ("a%b", "a@b", "a:b", "a+b", "a*b"):
         assert load(f"resume={value}").resume == value
 

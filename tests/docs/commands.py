@@ -24,6 +24,7 @@ from src import command_line
 from src.compose import check_overrides, compose, compose_jobs, config_loader
 from src.errors import EXIT_CODES, UserError
 from src.launchers.plan import make_plan
+from src.script import script_values
 from tests.docs.markdown import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,17 +199,23 @@ def _script(path: Path, words: list[str]) -> list[str]:
 
 
 def run_to_parser(path: Path, words: list[str]) -> argparse.Namespace:
-    """What the script's argparse parser makes of the words; nothing after it is run."""
+    """What the script's argparse parser makes of the words; nothing after it is run.
+
+    The script's own values, a dataclass `Values`, are checked and taken out of the overrides (CFG-20).
+    """
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks its module up by name
     spec.loader.exec_module(module)
     with stop_at_parser(), patch.object(sys, "argv", [str(path), *words]):
         try:
             module.main()
         except _Parsed as stop:
             namespace: argparse.Namespace = stop.args[0]
+            if hasattr(module, "Values"):
+                _, namespace.overrides = script_values(module.Values, namespace.overrides)
             return namespace
     raise AssertionError(f"{path} parses nothing with argparse")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from src.compose import config_loader
 from src.config import Config
 from src.errors import Problem
@@ -133,7 +135,7 @@ def check_overrides(lines: list[str]) -> list[tuple[str, Problem]]:
     with config_loader() as loader:
         groups = Groups(loader)
         for line in lines:
-            typed, wrong = parse([line])
+            typed, wrong = parse(line, OverridesParser.create())
             for item in typed:
                 if is_choice(item, groups):
                     wrong += check_groups([item], groups, multirun=True)[1]

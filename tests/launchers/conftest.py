@@ -30,13 +30,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(checkout: Path, tmp_path: Path) -> Start:
-    """Start `python -m tests.launchers.<module>` with synthetic data and its runs below `tmp_path`."""
+    """Start `python -m tests.launchers.<module>` with its runs below `tmp_path`."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(
-        module: str, *overrides: str, folder: str = "runs", **environment: str
+        module: str, *overrides: str, folder: str = "runs", data: str = "synthetic", **environment: str
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", f"tests.launchers.{module}", "data=synthetic", *overrides]
+        command = [sys.executable, "-m", f"tests.launchers.{module}", f"data={data}", *overrides]
         env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_WAIT_POLICY": "PASSIVE", **environment}
         env.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(

@@ -29,7 +29,7 @@ from src.launchers.closing import (
 )
 from src.launchers.console import clock
 from src.records import LineReader, read_steps
-from src.report import write_report
+from src.report import spread, write_report
 from src.report_facts import JUDGED_STEPS, RunFacts, compare, find_runs, groups, overrides_text
 
 SHARES = [0.5, 0.25, 0.25, 0.0]
@@ -111,9 +111,35 @@ def test_sweep_report(sweep: Path) -> None:
     assert pairs[0]["flagged"] is True
     assert 1 not in pairs
     assert (pairs[2]["loss"], pairs[2]["flagged"]) == (None, True)
-    assert "3 ± 1" in text
+    assert "3.0 ± 1.0" in text
     assert "a\\|b c" in text
     assert (sweep / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "text"),
+    [
+        (8.64001, 0.0439, "8.640 ± 0.044"),
+        (4822.74, 1292.36, "4,823 ± 1,292"),
+        (3.0, 1.0, "3.0 ± 1.0"),
+        (51.25, 12.5, "51 ± 12"),
+        (2.5, 0.0, "2.5 ± 0"),
+        (2.5, None, "2.5"),
+        (math.nan, math.nan, "nan ± nan"),
+    ],
+)
+def test_spread(mean: float, sd: float | None, text: str) -> None:
+    """REPORT-1: two digits of the deviation, and the mean as far."""
+    assert spread({"mean": mean, "sd": sd, "n": 3}) == text
+
+
+def test_a_sweep_without_a_finished_run(tmp_path: Path, configs: dict[str, Config]) -> None:
+    """REPORT-1: a table of what failed; neither a figure nor a link to one."""
+    make_run(tmp_path / "a", configs["single"], ["seed=0"], [], state="failed")
+    text = write_report(tmp_path).read_text()
+    assert "failed" in text
+    assert "loss.png" not in text
+    assert not (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize(("bad", "flagged"), [(2, True), (JUDGED_STEPS, True), (JUDGED_STEPS + 1, False)])

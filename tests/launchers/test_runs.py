@@ -201,6 +201,39 @@ def test_a_full_disk_is_told(
     assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
+def test_a_full_disk_leaves_no_run_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RUN-6: where no second file has room, `status.json` is written over; other errors are raised."""
+    Status("running", 1, "d" * 64).write(tmp_path)
+
+    def refuse(number: int) -> None:
+        def write_text(self: Path, *args: object, **options: object) -> int:
+            raise OSError(number, os.strerror(number), str(self))
+
+        monkeypatch.setattr(Path, "write_text", write_text)
+
+    refuse(errno.ENOSPC)
+    Status("failed", 1, "d" * 64, exit_code=1).write(tmp_path)
+    assert (read_status(tmp_path) or {})["state"] == "failed"
+    Status("done", 1, "").write(tmp_path)
+    assert (read_status(tmp_path) or {})["config_digest"] == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    refuse(errno.EACCES)
+    with pytest.raises(PermissionError):
+        Status("running", 1, "").write(tmp_path)
+    assert (read_status(tmp_path) or {})["state"] == "done"
+
+
+def test_a_log_that_cannot_be_copied(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LOG-5, law 6: refused with 3 and the path, before a directory is made."""
+    config = make(paths__runs=str(tmp_path / "runs"), logger__copy_to=str(tmp_path / "absent" / "log.txt"))
+    assert launch.run_one(config, []) == 3
+    said = capsys.readouterr().err
+    assert f"logger.copy_to: {tmp_path}/absent/log.txt cannot be written: No such file or directory" in said
+    assert list(tmp_path.iterdir()) == []
+    launch.check_log_copy(make(logger__copy_to=str(tmp_path / "log.txt")))
+    assert (tmp_path / "log.txt").read_text() == ""
+
+
 @pytest.mark.parametrize("place", ["/proc/none", "/dev/null"])
 def test_a_place_that_cannot_be_written(make: Make, place: str) -> None:
     """RUN: one message with the place and what to type, exit 8."""

@@ -107,7 +107,7 @@ def test_each_key_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(seen) == ["a", "bad", "c"]
     assert most[0] == 2
     assert data_failure(futures["k1"]) is None
-    assert data_failure(futures["k2"]) == (4, "UserError: no disk")
+    assert data_failure(futures["k2"]) == (4, "UserError", "no disk")
     assert data_failure(None) is None
 
 
@@ -212,3 +212,72 @@ def test_sweep_of_six(checkout: Path, tmp_path: Path) -> None:
         (k, 0.0, False) for k in range(3)
     ]
     assert text.count("| done ") == 6
+
+
+def test_a_sweep_after_an_edit_of_code(start: Start, tmp_path: Path, checkout: Path) -> None:
+    """SWEEP-8, RUN-8: each job says what differs and starts as `<job>.2`; typed again, all are done."""
+    words = ["seed=0,1", "max_steps=2"]
+    assert out(start("sweeping", *words))[0] == 0
+    (directory,) = (tmp_path / "runs").iterdir()
+    before = [snapshot(directory / f"seed-{k}") for k in (0, 1)]
+    source = checkout / "src" / "seeds.py"
+    text = source.read_text()
+    try:
+        source.write_text(text + "\n# edited\n")
+        code, said = out(start("sweeping", *words))
+        assert code == 0, said
+        code, again = out(start("sweeping", *words))
+    finally:
+        source.write_text(text)
+    assert (code, again.count("done before")) == (0, 2)
+    for k in (0, 1):
+        assert f"seed-{k} has other code (src/seeds.py): it is left as it is" in said
+        assert status(directory / f"seed-{k}.2")["state"] == "done"
+        assert snapshot(directory / f"seed-{k}") == before[k]
+    code, undone = out(start("sweeping", *words))
+    assert (code, undone.count("done before")) == (0, 2)
+    assert len(list(directory.glob("seed-*"))) == 4
+
+
+def test_failed_data_is_in_every_directory_of_a_sweep(start: Start, tmp_path: Path) -> None:
+    """PREP, RUN-6, SWEEP-3: 4 and the reason where the data failed; the other jobs are done."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_bytes(b"text \xff\xff" * 500 if name == "b" else b"text " * 500)
+    files = ",".join(f"[{tmp_path}/{name}.txt]" for name in "ab")
+    words = [f"data.files={files}", "seed=0,1", "tokenizer=bytes", "data.holdout=0", "evaluation=none"]
+    words += ["max_steps=2", "data.on_bad_text=error", f"paths.data={tmp_path}/data"]
+    code, said = out(start("sweeping", *words, data="text_files"))
+    assert code == 4, said
+    (directory,) = (tmp_path / "runs").iterdir()
+    found = {path.name: status(path) for path in directory.glob("data.files*")}
+    assert sorted(one["state"] for one in found.values()) == ["done", "done", "failed", "failed"]
+    for name, one in found.items():
+        if "b.txt" in name:
+            assert (one["exit_code"], one["attempt"], one["reason"]["type"]) == (4, 1, "UserError")
+            assert "b.txt" in one["reason"]["message"]
+            assert one["ended"] is not None
+    rows = json.loads((directory / "report.json").read_text())["runs"]
+    assert sorted(row["exit_code"] for row in rows) == [0, 0, 4, 4]
+
+
+def test_a_sweep_after_an_edit_of_data(start: Start, tmp_path: Path) -> None:
+    """SWEEP-8, RUN-8: the job whose corpus was edited runs again and says so, the other is done."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 500)
+    files = ",".join(f"[{tmp_path}/{name}.txt]" for name in "ab")
+    words = [f"data.files={files}", "tokenizer=bytes", "data.holdout=0", "evaluation=none", "max_steps=2"]
+    words += [f"paths.data={tmp_path}/data"]
+    assert out(start("sweeping", *words, data="text_files"))[0] == 0
+    (directory,) = (tmp_path / "runs").iterdir()
+    before = {path.name: snapshot(path) for path in directory.glob("data.files*")}
+    assert len(before) == 2
+    (tmp_path / "b.txt").write_text("another text " * 500)
+    code, said = out(start("sweeping", *words, data="text_files"))
+    assert code == 0, said
+    assert said.count("has other data") == 1
+    assert said.count("done before") == 1
+    after = {path.name: snapshot(path) for path in directory.glob("data.files*")}
+    (new,) = after.keys() - before.keys()
+    assert "b.txt" in new
+    assert new.endswith(".2")
+    assert {name: after[name] for name in before} == before

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from src.code_identity import CHECKOUT
-from src.records import read_steps
+from src.launchers.hostlist import expand
+from src.records import read_json, read_steps
 from tests.slurm.conftest import TINY, Cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
@@ -28,6 +29,13 @@ def step_of(cluster: Cluster, name: str) -> int:
         return int((cluster.run(name) / "fake_step").read_text())
     except (OSError, ValueError):
         return 0
+
+
+def bad_text(cluster: Cluster) -> Path:
+    """A file that is no UTF-8."""
+    path = cluster.folder / "bad.txt"
+    path.write_bytes(b"text \xff" * 100)
+    return path
 
 
 def queue() -> str:
@@ -62,6 +70,19 @@ def busy(cluster: Cluster) -> Cluster:
     sweep = [sys.executable, "-m", "tests.slurm.sweeping", "data=synthetic", "max_steps=4"]
     sweep += [f"paths.runs={cluster.folder}/runs", "sweep.name=swept", "seed=0,1,2", "mesh=single"]
     cluster.start("swept", *sweep, "+env.FAKE_FAIL=0:exit42@2", "+env.FAKE_FAIL_SEED=1")
+    cluster.start("swept-dry", *sweep, "dry_run=true")
+    bad = [
+        sys.executable,
+        "train.py",
+        "launcher=slurm",
+        "data=text_files",
+        f"data.files=[{bad_text(cluster)}]",
+    ]
+    bad += ["tokenizer=bytes", f"paths.data={cluster.folder}/data", "evaluation=none", "data.holdout=0"]
+    cluster.start("bad-data", *bad, *cluster.places("bad-data"))
+    sweep[2:4] = ["tests.slurm.sweeping", *bad[3:]]
+    sweep[sweep.index("sweep.name=swept")] = "sweep.name=bad-sweep"
+    cluster.start("bad-sweep", *sweep)
     cluster.start("srun", "srun", "-n", "2", *train, *cluster.places("srun"))
     thread = threading.Thread(target=interfere, args=(cluster,), daemon=True)
     thread.start()
@@ -161,6 +182,52 @@ def test_an_array_with_one_failure(busy: Cluster) -> None:
     assert rows["1"]["exit_code"] == 42
     assert (directory / "loss.png").is_file()
     assert "| 1    | failed | 42 " in text
+
+
+def script_in(folder: Path) -> str:
+    """The one script that was submitted from a run's or a sweep's directory."""
+    (path,) = (folder / "slurm").glob("*submission.sh")
+    return path.read_text()
+
+
+def test_a_dry_run_prints_what_is_submitted(busy: Cluster) -> None:
+    """CFG-17, PLAN-4: byte for byte, of one job and of an array."""
+    words = [sys.executable, "train.py", *TINY, "data.shuffle_seed=3", "mesh=ep2"]
+    words += ["launcher=slurm", "launcher.nodes=2", *busy.places("trained"), "dry_run=true"]
+    busy.start("trained-dry", *words)
+    for name in ("trained", "swept"):
+        code, text = busy.end(f"{name}-dry")
+        assert code == 0, text
+        script = script_in(busy.run(name))
+        assert script.startswith("#!/bin/bash\n")
+        assert f"{script}\nrun        " in text
+
+
+def test_failed_data_is_in_the_runs_own_directory(busy: Cluster) -> None:
+    """RUN-6, EXIT: 4 and the reason in `status.json` of a run and of each job; nothing is submitted."""
+    assert busy.end("bad-data")[0] == 4
+    assert busy.end("bad-sweep")[0] == 4
+    jobs = sorted((busy.run("bad-sweep")).glob("seed-*"))
+    assert len(jobs) == 3
+    for path in (busy.run("bad-data"), *jobs):
+        status = read_json(path / "status.json") or {}
+        assert (status["state"], status["exit_code"], status["reason"]["type"]) == ("failed", 4, "UserError")
+        assert "bad.txt" in status["reason"]["message"]
+        assert status["ended"] is not None
+        assert not (path / "slurm").exists()
+    assert not (busy.run("bad-sweep") / "slurm").exists()
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    ["n1", "n[1-3]", "n[01-03]", "n[098-101]", "n[1,3-4]", "a[1-2],b7", "r[1-2]n[1-2]", "n1-ib,n2-ib"],
+)
+def test_host_lists_as_scontrol_expands_them(cluster: Cluster, hosts: str) -> None:
+    """HOST: names and their order are scontrol's, which in 22.05 knows no suffix behind a bracket."""
+    answer = subprocess.run(
+        ["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True
+    )
+    assert expand(hosts) == answer.stdout.split()
 
 
 def test_nothing_is_left(busy: Cluster) -> None:

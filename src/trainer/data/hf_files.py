@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,32 @@ def check(config: TokenizerConfig) -> list[Problem]:
 def read(config: TokenizerConfig) -> HfTokenizerFiles:
     """Read the tokenizer at `tokenizer.path`; raises UserError (2) if it is not there or not a tokenizer."""
     path = _locate(config)
+    parts = (path, path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja"))
+    return _read(*parts, stamps=tuple(_stamp(part) for part in parts))
+
+
+def _stamp(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes with a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=4)
+def _read(
+    path: Path, settings_path: Path, template_path: Path, stamps: tuple[tuple[int, int, int, int] | None, ...]
+) -> HfTokenizerFiles:
+    """The files with these stamps; every job of a sweep asks three times."""
     whole = _json(path)
     if "model" not in whole:
         raise UserError(f"{path} is not a tokenizer: it has no model")
     for part in NOT_CONTENT:
         whole.pop(part, None)
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    settings_path = path.with_name("tokenizer_config.json")
     settings = _json(settings_path) if settings_path.exists() else {}
-    template_path = path.with_name("chat_template.jinja")  # where newer files keep it
+    # Newer files keep the template apart.
     template = template_path.read_text() if template_path.exists() else settings.get("chat_template")
     return HfTokenizerFiles(
         tokenizer_json=text,

@@ -37,6 +37,9 @@ RESERVED = ("hf", "tokens", "sft_chat", "mixture")
 Record = dict[str, Any]
 """A JSON object that identifies something."""
 
+IdentifiedFiles = tuple[tuple[SourceFile, str], ...]
+"""Files with what identifies each: sha256, or size and time."""
+
 Rule = tuple[Callable[[Config], bool], *tuple[str, ...]]
 
 
@@ -52,7 +55,7 @@ class Identity:
     """Name of the tokenizer: of its recipe if it is trained, else of its content."""
     tokenizer_record: Record
     """What `tokenizer_key` is the hash of."""
-    files: tuple[tuple[SourceFile, str], ...]
+    files: IdentifiedFiles
     """The corpus's files with what identifies each: sha256, or size and time."""
 
 
@@ -66,14 +69,37 @@ def key_of(record: Record) -> str:
     return hashlib.sha256(canonical(record).encode()).hexdigest()[:16]
 
 
-def data_key(config: Config) -> str | None:
-    """Key of the token artifact, None for synthetic data; raises UserError (4) on an unreadable corpus."""
-    return None if config.data.kind == "synthetic" else identify(config).key
+class Corpora:
+    """Corpora that were looked at, so that the jobs of a sweep look once and all at the same files."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, IdentifiedFiles] = {}
+
+    def files(self, config: Config) -> IdentifiedFiles:
+        """The files of the config's corpus; raises UserError (4) on an unreadable one."""
+        data = config.data
+        key = canonical([data.kind, data.identity, data.files, config.paths.data])
+        if key not in self._seen:
+            self._seen[key] = tuple(_identified_files(config, remember=False))
+        return self._seen[key]
+
+
+def data_key(config: Config, corpora: Corpora | None = None) -> str | None:
+    """Key of the token artifact, None for synthetic data; raises UserError (4) on an unreadable corpus.
+
+    `corpora` holds what jobs planned before saw; without it the files are looked at now.
+    """
+    if config.data.kind == "synthetic":
+        return None
+    return _identity(config, (corpora or Corpora()).files(config)).key
 
 
 def identify(config: Config, remember: bool = False) -> Identity:
     """Corpus, tokenizer and keys; `remember` keeps the hashes of new files under `paths.data`."""
-    files = tuple(_identified_files(config, remember))
+    return _identity(config, tuple(_identified_files(config, remember)))
+
+
+def _identity(config: Config, files: IdentifiedFiles) -> Identity:
     corpus = {"kind": config.data.kind, "files": len(files), "content": _digest_of_files(files)}
     if config.data.identity == "stat":
         corpus["identity"] = "stat"
@@ -195,7 +221,7 @@ def _identified_files(config: Config, remember: bool) -> list[tuple[SourceFile, 
     return digests
 
 
-def _digest_of_files(files: tuple[tuple[SourceFile, str], ...]) -> str:
+def _digest_of_files(files: IdentifiedFiles) -> str:
     whole = hashlib.sha256()
     for file, digest in files:
         whole.update(f"{file.name}\0{file.size}\0{digest}\n".encode("utf-8", "surrogateescape"))
