@@ -20,6 +20,8 @@ anew each time, which on CPU cost as much again as the products (512 rows of 8,1
 
 FUSED_ROWS = 4096
 """The same on a GPU: enough for products at full rate, 1.25 GB of logits in bf16 for 152k ids."""
+SCALED = 2048
+"""Elements of a program that scales."""
 FUSED_BLOCK = 4096
 """Logits that a program of the kernel looks at together."""
 
@@ -106,9 +108,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dh_TD, dw_VD = ctx.saved_tensors
-        scaled_VD = torch.empty_like(dw_VD, dtype=ctx.dtype)
-        torch.mul(dw_VD, grads[0], out=scaled_VD)  # Scaled and rounded in one pass.
-        return dh_TD * grads[0], scaled_VD, None, None, None
+        return _scaled(dh_TD, grads[0], dh_TD.dtype), _scaled(dw_VD, grads[0], ctx.dtype), None, None, None
 
 
 def _losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:
@@ -120,6 +120,16 @@ def _losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, 
         logits_CV, labels_C, scale, loss_C, logits_CV.stride(0), V=V, IGNORE=IGNORE, GRAD=grad,
         BLOCK=FUSED_BLOCK, num_warps=8,
     )  # fmt: skip
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` times a scalar on the device, rounded once; torch's loop over two dtypes takes thrice that."""
+    from src.kernels.fused.cross_entropy import scaled_copy_kernel
+
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        scaled_copy_kernel[((x.numel() + SCALED - 1) // SCALED,)](x, scale, out, x.numel(), BLOCK=SCALED)
+    return out
 
 
 def _accumulate(dw_VD: Tensor, dlogits_CV: Tensor, h_CD: Tensor) -> None:

@@ -73,6 +73,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "rope": ("real",),
         "latent_heads": ("triton", "real"),
         "router_linear": ("split",),
+        "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
         "adamw": ("triton",),
     },

@@ -82,9 +82,31 @@ for H, nope, rotated, value in ((3, 5, 6, 7), (4, 8, 4, 8), (1, 16, 2, 3)):
 """
 
 
-@pytest.mark.parametrize(
-    "code", [ADAMW, CROSS_ENTROPY, TAIL, LATENT_HEADS], ids=["adamw", "loss", "tail", "heads"]
-)
+SWIGLU = """
+from src.kernels import swiglu as op
+op.BLOCK = 16
+torch.manual_seed(0)
+for N, F in ((0, 8), (3, 16), (5, 37)):
+    x, up = torch.randn(N, 2 * F).mul_(3), torch.randn(N, F)
+    found = []
+    for f in (op.triton_swiglu, op.swiglu):
+        leaf = x.clone().requires_grad_()
+        out = f(leaf)
+        found.append((out, *torch.autograd.grad(out, leaf, up)))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+"""
+
+CODES = {
+    "adamw": ADAMW,
+    "linear_cross_entropy": CROSS_ENTROPY,
+    "tail": TAIL,
+    "latent_heads": LATENT_HEADS,
+    "swiglu": SWIGLU,
+}
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_int_1_kernels_equal_their_reference_in_the_interpreter(code: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

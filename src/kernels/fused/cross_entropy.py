@@ -7,6 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
+def scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out = x·scale, rounded to the dtype of `out`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits_ptr, labels_ptr, scale_ptr, loss_ptr, row_stride,
     V: tl.constexpr, IGNORE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,

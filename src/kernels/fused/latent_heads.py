@@ -17,27 +17,27 @@ def heads_kernel(
     key: tl.constexpr = NOPE + ROPE
     h = tl.arange(0, BLOCK_H)[:, None]
     n, p, u = tl.arange(0, BLOCK_N)[None], tl.arange(0, BLOCK_P)[None], tl.arange(0, BLOCK_V)[None]
-    is_n, is_p, is_u = (h < H) & (n < NOPE), (h < H) & (p < ROPE // 2), (h < H) & (u < VALUE)
+    r = tl.arange(0, 2 * BLOCK_P)[None]
+    is_n, is_r, is_u = (h < H) & (n < NOPE), (h < H) & (r < ROPE), (h < H) & (u < VALUE)
     cos = tl.load(cos_ptr + token * (ROPE // 2) + p, mask=p < ROPE // 2, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * (ROPE // 2) + p, mask=p < ROPE // 2, other=0.0).to(tl.float32)
     dtype = q_out.dtype.element_ty
 
     q = token * H * key + h * key
     tl.store(q_out + q + n, tl.load(q_in + q + n, mask=is_n), mask=is_n)
-    x = tl.load(q_in + q + NOPE + 2 * p, mask=is_p, other=0.0).to(tl.float32)
-    y = tl.load(q_in + q + NOPE + 2 * p + 1, mask=is_p, other=0.0).to(tl.float32)
-    tl.store(q_out + q + NOPE + 2 * p, (x * cos - y * sin).to(dtype), mask=is_p)
-    tl.store(q_out + q + NOPE + 2 * p + 1, (x * sin + y * cos).to(dtype), mask=is_p)
+    pairs = tl.load(q_in + q + NOPE + r, mask=is_r, other=0.0).to(tl.float32)
+    x, y = tl.split(tl.reshape(pairs, (BLOCK_H, BLOCK_P, 2)))
+    turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), (BLOCK_H, 2 * BLOCK_P))
+    tl.store(q_out + q + NOPE + r, turned.to(dtype), mask=is_r)
 
     kv = token * H * (NOPE + VALUE) + h * (NOPE + VALUE)
     tl.store(k_out + q + n, tl.load(kv_in + kv + n, mask=is_n), mask=is_n)
     tl.store(v_out + token * H * VALUE + h * VALUE + u, tl.load(kv_in + kv + NOPE + u, mask=is_u), mask=is_u)
-    shared = k_rope_in + token * k_rope_stride + 2 * p
-    x = tl.load(shared, mask=p < ROPE // 2, other=0.0).to(tl.float32)
-    y = tl.load(shared + 1, mask=p < ROPE // 2, other=0.0).to(tl.float32)
-    zero = tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
-    tl.store(k_out + q + NOPE + 2 * p, (x * cos - y * sin + zero).to(dtype), mask=is_p)
-    tl.store(k_out + q + NOPE + 2 * p + 1, (x * sin + y * cos + zero).to(dtype), mask=is_p)
+    pairs = tl.load(k_rope_in + token * k_rope_stride + r, mask=r < ROPE, other=0.0).to(tl.float32)
+    x, y = tl.split(tl.reshape(pairs, (1, BLOCK_P, 2)))
+    turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), (1, 2 * BLOCK_P))
+    everywhere = tl.broadcast_to(turned.to(dtype), (BLOCK_H, 2 * BLOCK_P))
+    tl.store(k_out + q + NOPE + r, everywhere, mask=is_r)
 
 
 @triton.jit
@@ -51,23 +51,24 @@ def heads_backward_kernel(
     key: tl.constexpr = NOPE + ROPE
     h = tl.arange(0, BLOCK_H)[:, None]
     n, p, u = tl.arange(0, BLOCK_N)[None], tl.arange(0, BLOCK_P)[None], tl.arange(0, BLOCK_V)[None]
-    is_n, is_p, is_u = (h < H) & (n < NOPE), (h < H) & (p < ROPE // 2), (h < H) & (u < VALUE)
+    r = tl.arange(0, 2 * BLOCK_P)[None]
+    is_n, is_r, is_u = (h < H) & (n < NOPE), (h < H) & (r < ROPE), (h < H) & (u < VALUE)
     cos = tl.load(cos_ptr + token * (ROPE // 2) + p, mask=p < ROPE // 2, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * (ROPE // 2) + p, mask=p < ROPE // 2, other=0.0).to(tl.float32)
     dtype = dq_in.dtype.element_ty
 
     q = token * H * key + h * key
     tl.store(dq_in + q + n, tl.load(dq_ptr + q + n, mask=is_n), mask=is_n)
-    x = tl.load(dq_ptr + q + NOPE + 2 * p, mask=is_p, other=0.0).to(tl.float32)
-    y = tl.load(dq_ptr + q + NOPE + 2 * p + 1, mask=is_p, other=0.0).to(tl.float32)
-    tl.store(dq_in + q + NOPE + 2 * p, (x * cos + y * sin).to(dtype), mask=is_p)
-    tl.store(dq_in + q + NOPE + 2 * p + 1, (y * cos - x * sin).to(dtype), mask=is_p)
+    pairs = tl.load(dq_ptr + q + NOPE + r, mask=is_r, other=0.0).to(tl.float32)
+    x, y = tl.split(tl.reshape(pairs, (BLOCK_H, BLOCK_P, 2)))
+    back = tl.reshape(tl.join(x * cos + y * sin, y * cos - x * sin), (BLOCK_H, 2 * BLOCK_P))
+    tl.store(dq_in + q + NOPE + r, back.to(dtype), mask=is_r)
 
     kv = token * H * (NOPE + VALUE) + h * (NOPE + VALUE)
     tl.store(dkv_in + kv + n, tl.load(dk_ptr + q + n, mask=is_n), mask=is_n)
     v = tl.load(dv_ptr + token * H * VALUE + h * VALUE + u, mask=is_u)
     tl.store(dkv_in + kv + NOPE + u, v, mask=is_u)
-    x = tl.sum(tl.load(dk_ptr + q + NOPE + 2 * p, mask=is_p, other=0.0).to(tl.float32), 0)[None]
-    y = tl.sum(tl.load(dk_ptr + q + NOPE + 2 * p + 1, mask=is_p, other=0.0).to(tl.float32), 0)[None]
-    tl.store(dk_rope + token * ROPE + 2 * p, (x * cos + y * sin).to(dtype), mask=p < ROPE // 2)
-    tl.store(dk_rope + token * ROPE + 2 * p + 1, (y * cos - x * sin).to(dtype), mask=p < ROPE // 2)
+    summed = tl.sum(tl.load(dk_ptr + q + NOPE + r, mask=is_r, other=0.0).to(tl.float32), 0)
+    x, y = tl.split(tl.reshape(summed, (1, BLOCK_P, 2)))
+    back = tl.reshape(tl.join(x * cos + y * sin, y * cos - x * sin), (1, 2 * BLOCK_P))
+    tl.store(dk_rope + token * ROPE + r, back.to(dtype), mask=r < ROPE)
