@@ -64,8 +64,8 @@ class LatentAttention(nn.Module):
         latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([config.kv_lora_rank], -1)
         kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(latent_BSL)).view(*per_head, nope + config.v_head_dim)
         k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
-        k_BS1R = rope(k_BSR[:, :, None], cos_BSR, sin_BSR)
-        q_BSHC = torch.cat((q_BSHN, rope(q_BSHR, cos_BSR, sin_BSR)), -1)
+        k_BS1R = rope(k_BSR[:, :, None], cos_BSR, sin_BSR, interleaved=True)
+        q_BSHC = torch.cat((q_BSHN, rope(q_BSHR, cos_BSR, sin_BSR, interleaved=True)), -1)
         k_BSHC = torch.cat((k_BSHN, k_BS1R.expand(-1, -1, H, -1)), -1)
         return q_BSHC, k_BSHC, v_BSHU
 
@@ -107,6 +107,7 @@ class Router(nn.Module):
             config.top_k,
             groups=config.num_groups if grouped else 1,
             groups_kept=config.groups_kept if grouped else 1,
+            renormalise=False,
             scale=config.routed_scaling,
             ids_TK=ids_TK,
         )
