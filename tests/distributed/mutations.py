@@ -11,7 +11,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from src.models.deepseek_v2 import DecoderLayer, MoE, Router
+from src.models.decoder_layer import DecoderLayer, MoE, Router
 from src.models.layers import Experts
 from src.models.protocol import Carry, Routing
 from src.trainer.backends.native import NativeBackend
