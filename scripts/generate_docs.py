@@ -1,4 +1,5 @@
-"""Write again the tables in Markdown files that are made from code: exit codes, options, environment.
+"""Write again the tables in Markdown files that are made from code and results: exit codes, options,
+environment, benchmarks.
 
 A table stands between two comments, `<!-- generated: NAME -->` and `<!-- end -->`. A test fails while one of
 them differs from what this script would write.
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import Any, get_type_hints
 
+from src.bench import record
+from src.bench.lines import COLUMNS, row_of
 from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
@@ -77,6 +80,19 @@ def options() -> str:
     return "\n\n".join(parts)
 
 
+def benchmarks() -> str:
+    """Every measured side of `benchmarks/bench_model.jsonl`, in the order in which they were measured."""
+    path = ROOT / "benchmarks/bench_model.jsonl"
+    lines = [line for line in record.read(path) if line["schema"] == record.SCHEMA] if path.is_file() else []
+    if not lines:
+        return "Nothing has been recorded yet."
+    rows = [
+        (line["date"][:10], (line["commit"] or "-")[:7], line["card"]["name"], *row_of(line))
+        for line in lines
+    ]
+    return table(("date", "commit", "card", *COLUMNS), rows)
+
+
 HEAD = ("key", "takes", "default", "meaning")
 
 
@@ -129,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "environment": environment,
     "options": options,
+    "benchmarks": benchmarks,
 }
 """Name of a block → what makes it."""
 

@@ -71,6 +71,8 @@ class BackendConfig:
     """Attention of transformers; `auto` is sdpa (transformers)."""
     experts_implementation: str = choice("auto", "eager", "grouped_mm", "batched_mm")
     """Experts of transformers; `auto` is grouped_mm where widths allow it, else eager (transformers)."""
+    compile: bool | None = None
+    """Compile each decoder layer; null: on a GPU, where one rank holds whole parameters."""
 
 
 @dataclass
@@ -293,7 +295,9 @@ class CheckpointConfig:
     """When a run is saved and what is kept."""
 
     every: int = 50
-    """Steps between saves; the last step is always saved, 0 saves only then."""
+    """Steps between saves; 0 saves after the last step only."""
+    final: bool = True
+    """Save after the last step; `false` leaves a finished run without its weights, for benchmarks."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every: int = 0

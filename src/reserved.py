@@ -35,7 +35,6 @@ RESERVED: dict[str, dict[str, str]] = {
     "optimizer": {"muon": "Muon is not written yet"},
     "balance": {"bias": "no family with a routing bias is written yet"},
     "precision": {
-        "bf16": "no backend keeps its parameters in bf16 yet",
         "split": "split master weights are not written yet",
     },
     "recompute": {

@@ -5,11 +5,13 @@ Both implementations return the log-sum-exp of each query's scores too; it carri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.kernels.declaration import EAGER, Implementation
+from src.kernels.declaration import EAGER, HOPPER_ON, Implementation
 from src.kernels.dtypes import widen
 
 
@@ -67,6 +69,43 @@ def _distance(documents_BS: Tensor) -> Tensor:
     return (ids[:, None, :, None] - ids[:, None, None, :]).abs_().mul_(-1e30)
 
 
+def sdpa_cudnn(
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`attention` over whole samples by cuDNN.
+
+    Called by its private name, as SDPA's choice depends on switches of the process and drops the log-sum-exp.
+    """
+    assert documents_BS is None, "sdpa_cudnn was chosen for samples that are full documents"
+    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
+    o_BHSU, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_BHSC, k_BGSC, v_BGSU, None, True, 0.0, True, False, scale=scale
+    )
+    return o_BHSU.transpose(1, 2), lse.view(q_BHSC.shape[:3])
+
+
+def sdpa_efficient(
+    q_BSHC: Tensor, k_BSHC: Tensor, v_BSHU: Tensor, scale: float, documents_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`attention` by torch's memory-efficient kernel, which takes a mask: packed samples of any widths."""
+    length = q_BSHC.shape[1]
+    bias_BHSS = None
+    if documents_BS is not None:
+        # The kernel wants rows of the mask on 16 bytes.
+        padded = _distance(F.pad(documents_BS, (0, -length % 8))).to(q_BSHC.dtype)[..., :length, :length]
+        bias_BHSS = padded.expand(-1, q_BSHC.shape[2], -1, -1)
+    o_BHSU, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *(x.transpose(1, 2) for x in (q_BSHC, k_BSHC, v_BSHU)), bias_BHSS, True, 0.0, True, scale=scale
+    )
+    return o_BHSU.transpose(1, 2), lse[..., :length]
+
+
+def _whole_blocks(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
+    """The CUDA kernels read heads in blocks of 16 bytes."""
+    bad = [f"{name} {widths[name]}" for name in ("key", "value") if widths.get(name, 0) * dtype.itemsize % 16]
+    return f"needs head widths of a multiple of 16 bytes, which {', '.join(bad)} are not" if bad else None
+
+
 IMPLEMENTATIONS = (
     Implementation(
         "attention",
@@ -90,5 +129,28 @@ IMPLEMENTATIONS = (
             if widths.get("value", 0) > widths.get("key", 0)
             else None
         ),
+    ),
+    Implementation(
+        "attention",
+        "sdpa_cudnn",
+        sdpa_cudnn,
+        deterministic=(True, False),
+        saves="q, k, v, o, lse",
+        devices=frozenset({"cuda"}),
+        archs=HOPPER_ON,
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        features=frozenset({"unequal_widths", "gqa"}),
+        shapes=_whole_blocks,
+    ),
+    Implementation(
+        "attention",
+        "sdpa_efficient",
+        sdpa_efficient,
+        deterministic=(True, False),
+        saves="q, k, v, o, lse, mask",
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        features=frozenset({"packed", "unequal_widths"}),
+        shapes=_whole_blocks,
     ),
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 EAGER = "eager"
 """Name of the reference in plain torch, which every operation has and which runs everywhere."""
+
+
+HOPPER_ON = frozenset({"sm90", "sm100", "sm103", "sm120"})
+"""Architectures that have what Hopper brought."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Need:
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 
+    def without(self, feature: str) -> Need:
+        """The same need but for one ability."""
+        return replace(self, features=self.features - {feature})
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -46,6 +54,8 @@ class Implementation:
     """What the backward pass keeps."""
     devices: frozenset[str] | None = None
     """Device kinds; None is any."""
+    archs: frozenset[str] | None = None
+    """Architectures; None is any of those kinds."""
     dtypes: frozenset[torch.dtype] | None = None
     """Dtypes of its tensors; None is any floating dtype."""
     features: frozenset[str] = frozenset()
@@ -57,6 +67,8 @@ class Implementation:
         """One sentence naming the first capability that is missing, or None if the implementation may run."""
         if self.devices is not None and device.kind not in self.devices:
             return f"runs on {_listed(self.devices)}, not on {device.kind}"
+        if self.archs is not None and device.arch not in self.archs:
+            return f"runs on {_listed(self.archs)}, not on {device.arch}"
         if self.dtypes is not None and dtype not in self.dtypes:
             return f"takes {_listed(map(_short, self.dtypes))}, not {_short(dtype)}"
         if need.features - self.features:

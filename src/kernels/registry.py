@@ -46,6 +46,7 @@ class Ops:
     rope: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
+    adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
 
@@ -65,6 +66,13 @@ OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choi
 # operation without a row has the reference only. The order on CPU was measured (LOG.md).
 AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
+    "cuda": {
+        "attention": ("sdpa_cudnn", "sdpa_efficient"),
+        "grouped_mm": ("torch_grouped_mm_cuda",),
+        "rope": ("real",),
+        "linear_cross_entropy": ("triton",),
+        "adamw": ("triton",),
+    },
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from src.kernels import (
+    adamw,
     attention,
     combine,
     grouped_mm,
@@ -32,4 +33,5 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "rope": rope.IMPLEMENTATIONS,
     "router_linear": router_linear.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
+    "adamw": adamw.IMPLEMENTATIONS,
 }

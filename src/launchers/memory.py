@@ -10,9 +10,9 @@ from src.models.names import is_expert_stack, parameters
 from src.models.schema import DeepseekV2Config, Qwen3MoeConfig
 from src.trainer.parallel.layout import Coordinates, coordinates, micro_batches, split_layers, stage_count
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2}
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
-MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4}
+MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "bf16": 2}
 """Bytes of a stored parameter, of its gradient after the reduction and of a moment, by precision."""
 
 

@@ -63,8 +63,9 @@ class CausalLM(nn.Module, Generic[C]):
     def forward(self, x: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
         """Ids int64 [B,S] on the first stage, else hidden [B,S,D] → hidden [B,S,D], normed on the last."""
         hidden_TD: Tensor = (self.model.embed_tokens(x) if self.stage.first else x).flatten(0, 1)
-        for layer in self.model.layers.values():
-            hidden_TD = layer(hidden_TD, batch, dispatcher)
+        for name, layer in self.model.layers.items():
+            seen = batch.at(int(name)) if layer.is_moe else batch
+            hidden_TD = layer(hidden_TD, seen, dispatcher)
         if self.stage.last:
             hidden_TD = self.model.norm(hidden_TD)
         B, S = batch.positions_BS.shape

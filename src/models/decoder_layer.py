@@ -37,9 +37,9 @@ class Router(nn.Module):
 
     specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
 
-    def __init__(self, config: MoeConfig, layer: int, rule: RoutingRule, ops: Ops) -> None:
+    def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops) -> None:
         super().__init__()
-        self.top_k, self.layer, self.rule, self.ops = config.top_k, layer, rule, ops
+        self.top_k, self.rule, self.ops = config.top_k, rule, ops
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
@@ -48,10 +48,10 @@ class Router(nn.Module):
         routed = self.route(logits_TE, None)
         if batch.balance is None:
             return Routing(routed.ids_TK, routed.weights_TK)
-        ids_TK = batch.balance.choose(self.layer, routed.ids_TK)
+        ids_TK = batch.balance.choose(routed.ids_TK)
         if ids_TK is not routed.ids_TK:
             routed = self.route(logits_TE, ids_TK)
-        weights_TK = batch.balance.apply(self.layer, logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
+        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
         return Routing(ids_TK, weights_TK)
 
     def route(self, logits_TE: Tensor, ids_TK: Tensor | None) -> Routed:
@@ -73,17 +73,11 @@ class MoE(nn.Module):
     """Routed experts, and a shared one that reads the same normed input."""
 
     def __init__(
-        self,
-        config: MoeConfig,
-        layer: int,
-        experts: range,
-        ops: Ops,
-        rule: RoutingRule,
-        shared: SwiGLU | None = None,
+        self, config: MoeConfig, experts: range, ops: Ops, rule: RoutingRule, shared: SwiGLU | None = None
     ) -> None:
-        """`layer` is the global number, `experts` the global ids of those held here."""
+        """`experts` are the global ids of those held here."""
         super().__init__()
-        self.gate = Router(config, layer, rule, ops)
+        self.gate = Router(config, rule, ops)
         self.experts = Experts(len(experts), config.hidden_size, config.expert_size, ops)
         self.shared_experts = shared
 

@@ -89,15 +89,15 @@ class DeepseekV2(CausalLM[DeepseekV2Config]):
         """The decoder layer with global number `index`."""
         config = self.config
         is_moe, dense_size = is_moe_layer(config, index), config.intermediate_size
-        mlp = self.moe(index, experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
+        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
         return DecoderLayer(config, LatentAttention(config, ops), mlp, ops)
 
-    def moe(self, index: int, experts: range, ops: Ops) -> MoE:
+    def moe(self, experts: range, ops: Ops) -> MoE:
         """The routed experts of a layer, and the shared ones as one FFN (sec. 2.2.1)."""
         config = self.config
         width = config.expert_size * config.num_shared_experts
         shared = SwiGLU(config.hidden_size, width) if width else None
-        return MoE(config, index, experts, ops, routing_rule(config), shared)
+        return MoE(config, experts, ops, routing_rule(config), shared)
 
     @staticmethod
     def needs(config: DeepseekV2Config) -> dict[str, Need]:

@@ -7,7 +7,7 @@ A layer is cut where communication happens: 1 attention and routing, 2 dispatch,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -32,20 +32,29 @@ class Carry:
 
 
 class Balance(Protocol):
-    """The engine's side of routing: auxiliary losses, load counts, forced choices (ENG-24)."""
+    """The engine's side of one layer's routing: auxiliary losses, load counts, forced choices (ENG-24).
 
-    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+    It knows the layer by its tensors alone: a number would compile every layer anew (CMP-4).
+    """
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
         """The experts to use: `ids_TK` itself, or a forced choice of the same shape and dtype."""
         ...
 
-    def apply(
-        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return `weights_TK` unchanged in value; its gradient also carries that of the auxiliary terms.
 
         `scores_TE` sum to 1 over all experts, before group masks and bias; `logits_TE` are the router's.
-        `layer` is the global layer index. Counts of real tokens are added to the engine's own counters.
+        Counts of real tokens are added to the engine's own counters.
         """
+        ...
+
+
+class Balances(Protocol):
+    """The balance of a micro-batch, layer by layer."""
+
+    def at(self, layer: int) -> Balance:
+        """The hook of the layer with this global index."""
         ...
 
 
@@ -62,8 +71,14 @@ class Batch:
     """int32 index of the segment that a position belongs to, unique within the micro-batch; None as above."""
     real_BS: Tensor | None
     """bool, False on pads; None: every token is real."""
-    balance: Balance | None
-    """The engine's router hook; None routes without auxiliary terms or counts."""
+    balances: Balances | None
+    """The engine's hooks into routers; None routes without auxiliary terms or counts."""
+    balance: Balance | None = None
+    """That of the layer which gets the batch, from `at`."""
+
+    def at(self, layer: int) -> Batch:
+        """The same batch as the layer with this global index sees it; dense layers need not ask."""
+        return self if self.balances is None else replace(self, balance=self.balances.at(layer))
 
 
 class Layer(Protocol):
@@ -106,4 +121,4 @@ def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatc
     return layer.aggregate(rows_TKD, routing, carry)
 
 
-__all__ = ["Balance", "Batch", "Carry", "Dispatcher", "Layer", "Routing", "run_layer"]
+__all__ = ["Balance", "Balances", "Batch", "Carry", "Dispatcher", "Layer", "Routing", "run_layer"]

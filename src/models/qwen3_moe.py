@@ -59,13 +59,13 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
         """The decoder layer with global number `index`."""
         config = self.config
         is_moe, dense_size = is_moe_layer(config, index), config.intermediate_size
-        mlp = self.moe(index, experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
+        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
         return DecoderLayer(config, GroupedAttention(config, ops), mlp, ops)
 
-    def moe(self, index: int, experts: range, ops: Ops) -> MoE:
+    def moe(self, experts: range, ops: Ops) -> MoE:
         """The routed experts of a layer, by the K largest scores (ROUTE-3)."""
         rule = RoutingRule(renormalise=self.config.norm_topk_prob)
-        return MoE(self.config, index, experts, ops, rule)
+        return MoE(self.config, experts, ops, rule)
 
     @staticmethod
     def needs(config: Qwen3MoeConfig) -> dict[str, Need]:

@@ -116,7 +116,9 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     """Data, backend and optimizer of this rank; one line tells what the run is made of (LOG-4)."""
     data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
     backend = backend_class(config.backend.name).build(config, runtime)
-    optimizer = Optimizer(config.optimizer, backend.parameters, backend.specs)
+    optimizer = Optimizer(
+        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
+    )
     write_kernels(directory, runtime, backend.ops_record())
     return Run(config, directory, attempt, runtime, data, backend, optimizer, stop)
 

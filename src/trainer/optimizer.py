@@ -1,19 +1,22 @@
 """The update, on the shards that this rank holds.
 
 AdamW and SGD work element by element, so they run on local tensors: parameters of different meshes (experts
-and dense ones) need no grouping, and no DTensor operation is dispatched. Moments exist from the start, since
-a checkpoint is loaded into tensors that are there (CKPT-3).
+and dense ones) need no grouping, and no DTensor operation is dispatched. A gradient is let go as soon as its
+parameter is updated. Moments exist from the start, since a checkpoint is loaded into tensors that are there
+(CKPT-3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd as torch_sgd
 
 from src.config import OptimizerConfig
+from src.kernels.adamw import Adam
+from src.kernels.adamw import adamw as eager_adamw
 from src.models.build import ParamSpec
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -29,53 +32,33 @@ class Optimizer:
     """AdamW or SGD over named parameters, skipping a bad step on the device (ENG-27)."""
 
     def __init__(
-        self, config: OptimizerConfig, parameters: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, Tensor],
+        specs: Mapping[str, ParamSpec],
+        adamw: Callable[..., None] = eager_adamw,
+        copies: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._config = config
+        """`adamw` is the operation (OP-4); `copies` follow the parameters in another dtype."""
+        self._config, self._adamw, self._copies = config, adamw, copies or {}
         self._parameters = {name: p for name, p in parameters.items() if local(p).numel()}
         self._locals = {name: local(p) for name, p in self._parameters.items()}
-        decayed = [t for name, t in self._locals.items() if specs[name].decay]
-        plain = [t for name, t in self._locals.items() if not specs[name].decay]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self._torch = _torch_optimizer(config, [g for g in groups if g["params"]])
-        self._create_state()
-
-    def _create_state(self) -> None:
-        for tensor in self._locals.values():
-            state: dict[str, Tensor] = {m: torch.zeros_like(tensor) for m in self._moment_names}
-            if self._config.kind == "adamw":
-                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-            self._torch.state[tensor] = state
-
-    @property
-    def _moment_names(self) -> tuple[str, ...]:
-        if self._config.kind == "sgd" and not self._config.momentum:
-            return ()
-        return MOMENTS[self._config.kind]
-
-    @property
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Moment name → parameter name → this rank's shard of it."""
-        return {
-            m: {name: self._torch.state[t][m] for name, t in self._locals.items()} for m in self._moment_names
+        self._decay = {name: config.weight_decay if specs[name].decay else 0.0 for name in self._locals}
+        self.moments: dict[str, dict[str, Tensor]] = {
+            m: {name: torch.zeros_like(t) for name, t in self._locals.items()} for m in moment_names(config)
         }
+        """Moment name → parameter name → this rank's shard of it."""
+        device = next((t.device for t in self._locals.values()), torch.device("cpu"))
+        self._updates = torch.zeros((), dtype=torch.float32, device=device)
 
     @property
     def updates(self) -> int:
         """Updates applied so far; reads the device."""
-        for tensor in self._locals.values():
-            if "step" in self._torch.state[tensor]:
-                return int(self._torch.state[tensor]["step"].item())
-        return 0
+        return int(self._updates.item())
 
     @updates.setter
     def updates(self, value: int) -> None:
-        for tensor in self._locals.values():
-            if "step" in self._torch.state[tensor]:
-                self._torch.state[tensor]["step"].fill_(value)
+        self._updates.fill_(value)
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor | None, skip: Tensor) -> None:
@@ -86,29 +69,53 @@ class Optimizer:
             clip: device scalar that multiplies every gradient, or None.
             skip: device scalar, 1.0 leaves parameters, moments and step count untouched, else 0.0.
         """
+        skip = skip.to(torch.float32)
         for name, parameter in self._parameters.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            self._locals[name].grad = local(parameter.grad)
-        if clip is not None:
-            gradients = [t.grad for t in self._locals.values() if t.grad is not None]
-            torch._foreach_mul_(gradients, clip)
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
-        self._torch.step()
+        update = self._step_sgd if self._config.kind == "sgd" else self._step_adamw
+        update(lr, clip, skip)
+        self._updates += 1 - skip
+
+    def _step_adamw(self, lr: float, clip: Tensor | None, skip: Tensor) -> None:
+        betas = (self._config.betas[0], self._config.betas[1])
+        adam = Adam(lr, betas, self._config.eps, self._updates, clip, skip)
+        first, second = self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        for name, p in self._locals.items():
+            gradient = local(self._take_grad(name))
+            copy, decay = self._copies.get(name), self._decay[name]
+            self._adamw(p, gradient, first[name], second[name], copy, decay, adam)
+
+    def _step_sgd(self, lr: float, clip: Tensor | None, skip: Tensor) -> None:
+        buffers = self.moments.get("momentum_buffer", {})
+        for name, p in self._locals.items():
+            gradient = local(self._take_grad(name)).to(p.dtype)
+            gradient = gradient if clip is None else gradient.mul_(clip)
+            torch_sgd(
+                [p], [gradient], [buffers.get(name)], fused=True, found_inf=skip, lr=lr,
+                weight_decay=self._decay[name], momentum=self._config.momentum, dampening=0.0,
+                nesterov=False, maximize=False,
+            )  # fmt: skip
+            if name in self._copies:
+                self._copies[name].copy_(p)
+
+    def _take_grad(self, name: str) -> Tensor:
+        """The gradient, which is let go with the update of its parameter."""
+        gradient = self._parameters[name].grad
+        assert gradient is not None
+        self._parameters[name].grad = None
+        return gradient
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             parameter.grad = None
-            self._locals[name].grad = None
 
 
-def _torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if config.kind == "adamw":
-        betas = (config.betas[0], config.betas[1])
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Tensors like a parameter that the rule keeps."""
+    if config.kind == "sgd" and not config.momentum:
+        return ()
+    return MOMENTS[config.kind]
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:

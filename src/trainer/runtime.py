@@ -1,7 +1,6 @@
 """What a rank knows of its place: device, coordinates, process groups, reductions over mesh axes.
 
-Everything that is decided for all ranks goes through here, so that one rank alone needs no process group (but
-FSDP2 wants one where it casts parameters: a group of one, without a network).
+Everything that is decided for all ranks goes through here, so that one rank alone needs no process group.
 Only groups of two and more ranks are made, and two sets of axes that span the same ranks share one group: on
 two cores a gloo group costs a rank some ten milliseconds.
 """
@@ -24,7 +23,6 @@ from src.config import Config, MeshConfig
 from src.durations import seconds
 from src.errors import UserError
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
-from src.trainer.parallel.precision import precision_of
 
 T = TypeVar("T")
 
@@ -141,12 +139,12 @@ def start(config: Config) -> Runtime:
     device = pick_device(config, local_rank)
     if config.determinism.name == "bitwise":
         torch.use_deterministic_algorithms(True)
-    if world > 1 or precision_of(config, device).is_mixed:
+    if world > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=rank,
             world_size=world,
-            store=dist.HashStore() if world == 1 else meet(config, rank, world),  # type: ignore[attr-defined]
+            store=meet(config, rank, world),
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )

@@ -59,7 +59,10 @@ def count_world(run: Run, batch: StepBatch) -> Tensor:
     """
     runtime = run.runtime
     counts = (batch.target_tokens, batch.tokens) if runtime.counts_samples else (0, 0)
-    return runtime.sum_world(torch.tensor([*counts, int(run.stop.asked())], device=runtime.device))
+    here = torch.tensor([*counts, int(run.stop.asked())])
+    if runtime.device.type == "cuda":  # From memory that is not pinned a copy waits for the step before.
+        here = here.pin_memory().to(runtime.device, non_blocking=True)
+    return runtime.sum_world(here)
 
 
 def judge(run: Run, norm: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def own_mean(peer: Peer, hidden: Any, labels: Any, scale: Any, original: Any = P
 def one_document(peer: Peer, ids: Any, batch: Any, dispatcher: Any, original: Any = Peer.forward) -> Any:
     """Packing ignored: positions go on over the whole sample, and everybody sees what came before."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return original(peer, ids, type(batch)(positions, None, None, batch.real_BS, batch.balance), dispatcher)
+    return original(peer, ids, type(batch)(positions, None, None, batch.real_BS, batch.balances), dispatcher)
 
 
 @pytest.mark.parametrize(("method", "fault"), [("loss", own_mean), ("forward", one_document)])
@@ -131,7 +131,7 @@ def test_positions_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def straight(peer: Peer, ids: Any, batch: Any, dispatcher: Any) -> Any:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
-        fields = (batch.cu_seqlens, batch.documents_BS, batch.real_BS, batch.balance)
+        fields = (batch.cu_seqlens, batch.documents_BS, batch.real_BS, batch.balances)
         return original(peer, ids, type(batch)(positions, *fields), dispatcher)
 
     monkeypatch.setattr(Peer, "forward", straight)

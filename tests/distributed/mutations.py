@@ -17,7 +17,7 @@ from src.models.layers import Experts
 from src.models.protocol import Carry, Routing
 from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel import data, init
-from src.trainer.parallel.balance import BoundBalance
+from src.trainer.parallel.balance import Unit
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime
 from tests.distributed import laws
@@ -94,7 +94,7 @@ def local_count() -> Any:
 def lb_scale() -> Any:
     """Auxiliary terms without n_j / N_tok."""
     return wrapped(
-        BoundBalance,
+        Unit,
         "weights",
         lambda original, *arguments, **keywords: original(*arguments, **keywords) * 0 + 1,
     )

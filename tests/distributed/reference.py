@@ -78,13 +78,22 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+    def at(self, layer: int) -> Recorded:
+        return Recorded(self.seen, layer)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The hook of one layer."""
+
+    seen: dict[int, tuple[Tensor, Tensor, Tensor]]
+    layer: int
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
         return ids_TK
 
-    def apply(
-        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        self.seen[layer] = (logits_TE, scores_TE, ids_TK)
+    def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.seen[self.layer] = (logits_TE, scores_TE, ids_TK)
         return weights_TK
 
 

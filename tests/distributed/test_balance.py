@@ -35,7 +35,7 @@ def run(config: BalanceConfig, batches: list[MicroBatch], n_tokens: int) -> tupl
     ).requires_grad_()
     for batch in batches:
         bound = balancer.bind(batch, torch.tensor(n_tokens))
-        weights_TK = bound.apply(LAYER, *router(batch, weight))
+        weights_TK = bound.at(LAYER).apply(*router(batch, weight))
         (weights_TK * 0).sum().backward()
     assert weight.grad is not None
     return balancer, weight.grad
@@ -127,12 +127,14 @@ def test_even_routing_is_one_and_collapse_is_e_over_k() -> None:
     bound = balancer.bind(batch, torch.tensor(int((batch.labels_BS != -100).sum())))
     even_TE = torch.full((tokens, EXPERTS), 1 / EXPERTS, dtype=torch.float64)
     turn = torch.arange(tokens)[:, None]
-    bound.apply(LAYER, even_TE, even_TE, ((turn + torch.arange(TOP_K)) % EXPERTS).int(), even_TE[:, :TOP_K])
+    bound.at(LAYER).apply(
+        even_TE, even_TE, ((turn + torch.arange(TOP_K)) % EXPERTS).int(), even_TE[:, :TOP_K]
+    )
     assert float(balancer.tally.aux) == pytest.approx(1, rel=1e-12)
     balancer.start()
     one_TE = torch.zeros_like(even_TE)
     one_TE[:, :TOP_K] = 1 / TOP_K
-    bound.apply(LAYER, one_TE, one_TE, torch.arange(TOP_K).expand(tokens, -1).int(), one_TE[:, :TOP_K])
+    bound.at(LAYER).apply(one_TE, one_TE, torch.arange(TOP_K).expand(tokens, -1).int(), one_TE[:, :TOP_K])
     assert float(balancer.tally.aux) == pytest.approx(EXPERTS / TOP_K, rel=1e-12)
 
 
@@ -145,7 +147,7 @@ def test_without_coefficient_the_weights_pass_untouched() -> None:
             BalanceConfig(kind=kind, coef=coef), [LAYER], EXPERTS, torch.device("cpu"), torch.float64
         )
         seen = router(batch, weight)
-        assert balancer.bind(batch, torch.tensor(9)).apply(LAYER, *seen) is seen[3]
+        assert balancer.bind(batch, torch.tensor(9)).at(LAYER).apply(*seen) is seen[3]
         assert (float(balancer.tally.aux) > 0) == (kind == "sequence")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from src.config import Config, MeshConfig
 from src.trainer.backends.native import NativeBackend
+from src.trainer.parallel import init
 from src.trainer.parallel.init import BLOCK, draw, initialise
 from src.trainer.parallel.shards import local, shard_of
 from src.trainer.runtime import Runtime, join
@@ -81,3 +83,14 @@ def test_blocks_and_seeds() -> None:
     config.seed += 1
     assert not torch.equal(first, draw(config, "a", shape, 0.02, 0))
     assert abs(float(first.std()) / 0.02 - 1) < 0.05
+
+
+def test_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENG-9: three threads draw what one draws, into the same rows."""
+    config = uneven_config(1)
+    config.mesh = MeshConfig()
+    drawn = []
+    for count in (1, 3):
+        monkeypatch.setattr(init, "THREADS", count)
+        drawn.append(build(config)[1].parameters)
+    assert all(one.equal(drawn[1][name]) for name, one in drawn[0].items())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import cmath
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from src.kernels.rms_norm import rms_norm
-from src.kernels.rope import rope
+from src.kernels.rope import real_rope, rope
 from src.kernels.router_linear import router_linear
 from src.kernels.swiglu import swiglu
 from tests.models.tools import relative
@@ -32,12 +33,13 @@ def test_ffn_1_the_gate_is_the_first_half() -> None:
     assert not torch.allclose(swiglu(torch.cat((up, gate), -1)), want)
 
 
+@pytest.mark.parametrize("function", [rope, real_rope])
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_att_2_rope_rotates_neighbours_or_halves(interleaved: bool) -> None:
+def test_att_2_rope_rotates_neighbours_or_halves(function: Any, interleaved: bool) -> None:
     """One complex number at a time, with Python's own arithmetic."""
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
     angles = torch.randn(1, 4, 3, dtype=torch.float64)
-    found = rope(x, angles.cos(), angles.sin(), interleaved=interleaved)
+    found = function(x, angles.cos(), angles.sin(), interleaved=interleaved)
     for s, h, pair in ((s, h, p) for s in range(4) for h in range(2) for p in range(3)):
         places = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + 3]
         z = complex(*x[0, s, h, places].tolist()) * cmath.exp(1j * angles[0, s, pair].item())

@@ -21,8 +21,17 @@ DEVICES = [
     Device("rocm", "gfx942"),
     Device("cpu", "cpu"),
 ]
-PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 12})
+PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
+CUDA = {"rope": "real", "linear_cross_entropy": "triton", "adamw": "triton"}
+FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
+    ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
+    ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
+    ("cuda", torch.float64): {"rope": "real"},
+    ("cuda", torch.float32): CUDA | {"attention": "sdpa_efficient"},
+    ("cuda", torch.bfloat16): CUDA | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda"},
+}
+"""What `auto` takes for packed samples; what is not named is the reference."""
 
 
 def choose_with(device: Device = DEVICES[-1], dtype: torch.dtype = torch.float32, **kernels: str) -> Ops:
@@ -36,11 +45,10 @@ def choose_with(device: Device = DEVICES[-1], dtype: torch.dtype = torch.float32
 def test_reg_4_everything_resolves_everywhere(device: Device, dtype: torch.dtype, name: str) -> None:
     ops = choose_with(device, dtype, name=name)
     chosen = {operation: ops.choices[operation].name for operation in OPERATIONS}
-    fast = {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"}
-    if name == "auto" and device.kind == "cpu" and dtype != torch.float64:
-        assert chosen == {operation: fast.get(operation, EAGER) for operation in OPERATIONS}
-    else:
-        assert set(chosen.values()) == {EAGER}
+    fast = FAST.get((device.kind, dtype), {}) if name == "auto" else {}
+    if device.arch == "sm80":
+        fast = fast | {"grouped_mm": EAGER}
+    assert chosen == {operation: fast.get(operation, EAGER) for operation in OPERATIONS}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,8 @@ def test_reg_3_the_record_names_choice_and_refusals() -> None:
     assert set(record["operations"]) == set(OPERATIONS)
     attention = record["operations"]["attention"]
     assert attention["choice"] == EAGER
-    assert attention["refused"] == {"sdpa_cpu": "takes bfloat16, float32, not float64"}
+    assert attention["refused"]["sdpa_cpu"] == "takes bfloat16, float32, not float64"
+    assert attention["refused"]["sdpa_cudnn"] == "runs on cuda, not on cpu"
 
 
 def test_every_operation_has_a_reference_that_runs_everywhere() -> None:

@@ -200,15 +200,16 @@ class Hook:
         self.layers: list[int] = []
         self.seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+    def at(self, layer: int) -> Hook:
+        self.layers.append(layer)
+        return self
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
         if self.forced is None:
             return ids_TK
         return torch.tensor(self.forced, dtype=ids_TK.dtype).expand_as(ids_TK).contiguous()
 
-    def apply(
-        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        self.layers.append(layer)
+    def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.seen.append((logits_TE, scores_TE, ids_TK, weights_TK))
         return weights_TK
 
@@ -226,7 +227,7 @@ def test_eng_24_the_balance_sees_every_moe_layer_and_may_choose(
     hook = Hook(forced)
     ids = torch.randint(0, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     plain = model(ids, batch(LENGTH), dispatcher)
-    hooked = model(ids, batch(LENGTH, balance=hook), dispatcher)
+    hooked = model(ids, batch(LENGTH, balances=hook), dispatcher)
     assert hook.layers == moe_layers(config)
     assert torch.equal(plain, hooked) == (forced is None)
     for logits, scores, chosen, weights in hook.seen:

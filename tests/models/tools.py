@@ -12,7 +12,7 @@ from src.kernels.registry import Ops, resolve
 from src.models.build import CausalLM, build, needs, param_specs, whole
 from src.models.dispatch import LocalDispatcher
 from src.models.names import Entry, canonical
-from src.models.protocol import Balance, Batch
+from src.models.protocol import Balances, Batch
 from src.models.schema import ModelConfig
 
 CPU = torch.device("cpu")
@@ -43,17 +43,17 @@ def make(
 
 
 def batch(
-    length: int, samples: int = 2, documents: list[int] | None = None, balance: Balance | None = None
+    length: int, samples: int = 2, documents: list[int] | None = None, balances: Balances | None = None
 ) -> Batch:
     """Samples of `length` positions; `documents` are lengths that cut the flattened batch into segments."""
     if documents is None:
-        return Batch(torch.arange(length).expand(samples, length), None, None, None, balance)
+        return Batch(torch.arange(length).expand(samples, length), None, None, None, balances)
     assert sum(documents) == samples * length
     starts = torch.tensor([0, *documents]).cumsum(0).int()
     ids = torch.repeat_interleave(torch.arange(len(documents), dtype=torch.int32), torch.tensor(documents))
     positions = torch.cat([torch.arange(n) for n in documents])
     shape = (samples, length)
-    return Batch(positions.view(shape), starts, ids.view(shape), None, balance)
+    return Batch(positions.view(shape), starts, ids.view(shape), None, balances)
 
 
 def view(entry: Entry, tensors: dict[str, Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ from src.trainer.data.corpus import open_data
 from src.trainer.data.loader import Loader
 from src.trainer.data.packed import Packed
 from src.trainer.metrics import Metrics
-from src.trainer.parallel.balance import Balancer
+from src.trainer.parallel.balance import LayerBalance
 from src.trainer.runtime import join
 from src.trainer.stop import Agreement
 from src.trainer.worker import exit_code
@@ -205,16 +205,14 @@ def test_an_infinite_loss_is_seen_though_the_gradients_are_finite(
 
 def test_auxiliary_losses_are_means_over_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENG-24, LOG-1: a layer's even routing is 1, and so is the value of two such layers."""
-    monkeypatch.setattr(Balancer, "_auxiliary", even_unit)
+    monkeypatch.setattr(LayerBalance, "auxiliary", even_unit)
     run_here(small_config(tmp_path, max_steps=1), tmp_path / "run")
     assert lines(tmp_path / "run")[0]["aux_loss"] == pytest.approx(1, rel=1e-6)
 
 
-def even_unit(
-    balancer: Balancer, layer: int, scores_TE: Any, routed_UE: Any, top_k: int, bound: Any
-) -> torch.Tensor:
+def even_unit(balance: LayerBalance, scores_TE: Any, routed_UE: Any, top_k: int) -> torch.Tensor:
     """Σ_j n_j / N_tok of a micro-batch, as if every expert were used alike."""
-    weights: torch.Tensor = bound.weights(by_sequence=True)
+    weights: torch.Tensor = balance.unit.weights(by_sequence=True)
     return weights.sum()
 
 
@@ -256,6 +254,15 @@ def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run_here(config, tmp_path / "run")
     assert abs(found[60][0] - found[12][0]) < 20
     assert found[60][1] - found[12][1] < 2**24
+
+
+def test_without_a_final_checkpoint_only_a_stop_is_saved(tmp_path: Path) -> None:
+    """CKPT-7: `checkpoint.final=false` leaves a finished run without weights; a stopped one keeps its own."""
+    config = small_config(tmp_path, checkpoint=CheckpointConfig(every=0, final=False))
+    assert not run_here(config, tmp_path / "whole")
+    assert not list((tmp_path / "whole").glob("checkpoints/step-*"))
+    assert run_here(config, tmp_path / "stopped", stop_after=2)
+    assert list((tmp_path / "stopped").glob("checkpoints/step-*"))
 
 
 def test_a_step_reads_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

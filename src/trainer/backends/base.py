@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor, nn
 
 from src.config import Config
+from src.kernels.registry import Ops
 from src.models.build import ParamSpec
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.parallel.shards import LocalEntry
@@ -25,8 +26,9 @@ class Sums:
     """Σ over MoE layers of the auxiliary measure, without its coefficient; 1 a layer is even routing."""
     z: Tensor
     """Σ over MoE layers of mean squared logsumexp."""
-    counts: Tensor
-    """int64 rows per expert of real tokens [MoE layers of the model, E]; zero in layers of other stages."""
+    counts: Tensor | None
+    """int64 rows per expert of real tokens [MoE layers of the model, E]; zero in layers of other stages. None
+    where the backend does not see them."""
 
 
 class Backend(Protocol):
@@ -54,6 +56,16 @@ class Backend(Protocol):
     @property
     def moe_layers(self) -> list[int]:
         """Global indices of the layers with experts; the rows of `Sums.counts`."""
+        ...
+
+    @property
+    def ops(self) -> Ops:
+        """The chosen implementation of each operation."""
+        ...
+
+    @property
+    def copies(self) -> Mapping[str, Tensor]:
+        """Module name → tensor in the compute dtype that every update brings up to its parameter."""
         ...
 
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:

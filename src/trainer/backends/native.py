@@ -7,6 +7,7 @@ holds is its stage's layers, its block of experts and its shards of both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from src.models.names import Entry, canonical
 from src.models.protocol import Dispatcher
 from src.trainer.backends.base import Sums
 from src.trainer.data.batch import MicroBatch, StepBatch
+from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
 from src.trainer.parallel.data import is_sharded, reshard
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
+from src.trainer.parallel.masters import Masters
 from src.trainer.parallel.pipeline.adapter import reduce_gradients
 from src.trainer.parallel.pipeline.executor import make_executor
 from src.trainer.parallel.precision import Precision, precision_of
@@ -44,21 +47,28 @@ class NativeBackend:
     def __init__(
         self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision
     ) -> None:
-        self._config, self._runtime, self._model, self._ops = config, runtime, model, ops
+        self._config, self._runtime, self._model = config, runtime, model
+        self.ops: Ops = ops
+        """The chosen implementation of each operation."""
         self._precision = precision
-        self._sharded = is_sharded(runtime, precision)
+        self._sharded = is_sharded(runtime)
+        self._masters = None if self._sharded else Masters(model, precision.parameters)
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        held = self._masters.parameters if self._masters else dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = held
         """Module name → this rank's parameter: a plain tensor, or a DTensor where sharded."""
         self.moe_layers: list[int] = moe_layers(config.model)
         """Global indices of the layers with experts; the rows of `Sums.counts`."""
-        experts, accumulate = config.model.num_experts, precision.parameters
-        self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, accumulate)
+        experts, self._sums = config.model.num_experts, accumulate(precision.parameters)
+        self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, self._sums)
         self._dispatcher = make_dispatcher(experts, runtime, ops)
-        count = layout.micro_batches(config)
-        self._executor = make_executor(model, config, count, runtime, precision.compute)
+        self._micro_batches = layout.micro_batches(config)
+        self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
+        self._sees_routing = True
+        if self._compiles():
+            self._compile()
 
     @classmethod
     def build(cls, config: Config, runtime: Runtime) -> NativeBackend:
@@ -68,6 +78,8 @@ class NativeBackend:
             UserError: a kernel that the config names is not available here (3).
         """
         precision, wanted = precision_of(config, runtime.device), needs(config.model)
+        if is_dense(config):
+            wanted = {name: need.without("packed") for name, need in wanted.items()}
         ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
         model = materialise(config, runtime, ops, precision)
         backend = cls(config, runtime, model, ops, precision)
@@ -83,11 +95,18 @@ class NativeBackend:
         """
         tally = self._balancer.start()
         step = _Step(self._model, batch, n_tokens, self._balancer, self._dispatcher, self._runtime.device)
-        each = self._reduce if self._config.pipeline.reduce == "micro_batch" else _nothing
-        last = _nothing if self._config.pipeline.reduce == "micro_batch" else self._reduce
-        self._executor.run(step.forward, lambda index: each(), last)
+        each, last = (_nothing, self._reduce)
+        if self._config.pipeline.reduce == "micro_batch":
+            each, last = last, each
+        self._refresh()
+
+        def after(index: int) -> None:
+            self._collect()
+            each()
+
+        self._executor.run(step.forward, after, last)
         self._counts = tally.counts_ME
-        return Sums(step.loss, tally.aux, tally.z, tally.counts_ME)
+        return Sums(step.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
         """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
@@ -95,7 +114,7 @@ class NativeBackend:
         The ranks of rep hold the same shards, so only the first puts its own in. With `loss`, the sums of
         this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
         """
-        dtype = torch.float64 if self._runtime.device.type == "cpu" else torch.float32
+        dtype = torch.float64 if self._runtime.device.type == "cpu" else self._sums
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
         total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)
@@ -120,7 +139,8 @@ class NativeBackend:
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
         """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
         moved = to_device(micro_batch, self._runtime.device)
-        one = torch.ones((), dtype=self._precision.parameters, device=self._runtime.device)
+        one = torch.ones((), dtype=self._sums, device=self._runtime.device)
+        self._refresh()
 
         def forward(index: int, received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
@@ -134,6 +154,7 @@ class NativeBackend:
     def logits(self, ids_BS: Tensor) -> Tensor:
         """Logits [B,S,V] of full documents, on every rank; every rank calls it with the same ids."""
         moved = plain_batch(ids_BS.to(self._runtime.device))
+        self._refresh()
 
         def forward(index: int, received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
@@ -148,11 +169,18 @@ class NativeBackend:
 
     def ops_record(self) -> dict[str, Any]:
         """What `kernels.json` says: the implementation of each operation, and why not the others."""
-        return self._ops.record()
+        return self.ops.record()
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """Module name → tensor in the compute dtype that follows the parameter of that name."""
+        return {} if self._masters is None else self._masters.copies
 
     def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, LocalEntry]:
         """Canonical name → what this rank holds of it, in its parameters or in tensors shaped like them."""
         held = self.parameters if tensors is None else tensors
+        if tensors is None and self._masters is not None:
+            self._masters.touch()  # Who asks may write to them, as a load does.
         return local_entries(self._canonical(), self.parameters, held, self._model.stage.experts)
 
     def extra_state(self) -> dict[str, Tensor]:
@@ -180,9 +208,23 @@ class NativeBackend:
         return self._config.model.vocab_size
 
     def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
+        """Without gradients and not compiled: other shapes and modes would be compiled once more."""
         into = moved.ids_BS if received is None else received
-        hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
+        with torch.compiler.set_stance("force_eager") if self._compiles() else nullcontext():
+            hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
         return hidden
+
+    def _compiles(self) -> bool:
+        """Whether layers are compiled: as the config says, else on a GPU where nothing is shared out."""
+        wanted = self._config.backend.compile
+        return self._runtime.device.type == "cuda" and not self._sharded if wanted is None else wanted
+
+    def _compile(self) -> None:
+        """Compile each layer by itself; all share one graph, whatever the counts (CMP-2, CMP-3)."""
+        for layer in self._model.model.layers.values():
+            layer.compile(fullgraph=True, dynamic=False)
+        if self._model.stage.last:
+            self._model.model.norm.compile(fullgraph=True, dynamic=False)
 
     def _example(self, ids_BS: Tensor) -> Tensor:
         shape = (*ids_BS.shape, self._config.model.hidden_size)
@@ -199,6 +241,14 @@ class NativeBackend:
     def _forget(self) -> None:
         if self._sharded:
             reshard(self._model)
+
+    def _refresh(self) -> None:
+        if self._masters is not None:
+            self._masters.refresh()
+
+    def _collect(self) -> None:
+        if self._masters is not None:
+            self._masters.collect(only=self._micro_batches == 1)
 
     def _reduce(self) -> None:
         """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""
@@ -227,9 +277,9 @@ class _Step:
     def forward(self, index: int, received: Tensor | None) -> Tensor:
         """Activation of this stage, or the micro-batch's Σ CE / N_tok on the last one."""
         micro_batch = self._batches[index]
-        balance = self._balancer.bind(micro_batch, self._n_tokens)
+        balances = self._balancer.bind(micro_batch, self._n_tokens)
         into = micro_batch.ids_BS if received is None else received
-        hidden: Tensor = self._model(into, model_batch(micro_batch, balance), self._dispatcher)
+        hidden: Tensor = self._model(into, model_batch(micro_batch, balances), self._dispatcher)
         if not self._model.stage.last:
             return hidden
         loss = self._model.loss(hidden, micro_batch.labels_BS, self._scale)

@@ -20,7 +20,7 @@ from src.kernels.dtypes import widen
 from src.kernels.registry import Ops
 from src.models.convert.table import CONVERSIONS, Conversion
 from src.models.counts import moe_layers
-from src.models.protocol import Balance, Batch, Dispatcher
+from src.models.protocol import Balance, Balances, Batch, Dispatcher
 from src.models.schema import ModelConfig, MoeConfig
 from src.models.stage import whole
 
@@ -58,17 +58,20 @@ class Peer(nn.Module):
         )
         self.config, self.ops, self.stage = config, ops, whole(config)
         self._dtype = dtype
+        self.is_watched = True
+        """Whether balance sees the routers, by hooks; those would break a compiled graph."""
         self.attention, self.experts, self.version = attention, experts, str(package.__version__)
         self.model: Any = causal_lm.model
         self.lm_head: Any = causal_lm.lm_head
 
     def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
         """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
-        with self._watched(batch.balance):
+        with self._watched(batch.balances if self.is_watched else None):
             out = self.model(
                 input_ids=ids_BS,
                 attention_mask=self._mask(batch),
-                position_ids=batch.positions_BS,
+                # Its own positions are the same, and given ones make it look for packed samples.
+                position_ids=None if batch.documents_BS is None else batch.positions_BS,
                 use_cache=False,
             )
         hidden_BSD: Tensor = out.last_hidden_state
@@ -110,15 +113,15 @@ class Peer(nn.Module):
         return zeros.masked_fill_(~allowed, torch.finfo(self._dtype).min)
 
     @contextmanager
-    def _watched(self, balance: Balance | None) -> Iterator[None]:
+    def _watched(self, balances: Balances | None) -> Iterator[None]:
         """Let the balancer see every router's output for one forward, and put its term into the weights."""
-        if balance is None:
+        if balances is None:
             yield
             return
         layers = moe_layers(self.config)
         routers = [self.model.layers[index].get_submodule(self.conversion.router) for index in layers]
         handles = [
-            router.register_forward_hook(partial(_balanced, balance, index))
+            router.register_forward_hook(partial(_balanced, balances.at(index)))
             for index, router in zip(layers, routers, strict=True)
         ]
         try:
@@ -129,12 +132,12 @@ class Peer(nn.Module):
 
 
 def _balanced(
-    balance: Balance, layer: int, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    balance: Balance, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A router's output with the auxiliary term in its weights; scores before group masks (ENG-24)."""
     logits_TE, weights_TK, ids_TK = output
     scores_TE = logits_TE.softmax(-1)
-    return logits_TE, balance.apply(layer, logits_TE, scores_TE, ids_TK, weights_TK), ids_TK
+    return logits_TE, balance.apply(logits_TE, scores_TE, ids_TK, weights_TK), ids_TK
 
 
 def conversion_of(config: ModelConfig) -> Conversion:

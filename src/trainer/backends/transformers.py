@@ -19,6 +19,7 @@ from src.trainer.backends.native import NativeBackend
 from src.trainer.backends.peer import Peer, choose_experts, conversion_of
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.init import initialise
+from src.trainer.parallel.masters import cast_for_compute
 from src.trainer.parallel.pipeline.adapter import settle
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.runtime import Runtime
@@ -45,15 +46,32 @@ class TransformersBackend(NativeBackend):
 
     def ops_record(self) -> dict[str, Any]:
         """What `kernels.json` says: our loss, and what transformers was told for the rest."""
-        peer, record = cast(Peer, self._model), self._ops.record()
+        peer, record = cast(Peer, self._model), self.ops.record()
         loss = record["operations"]["linear_cross_entropy"]
         theirs = {"attention": peer.attention, "experts": peer.experts}
         chosen = {name: {"choice": f"transformers {way}", "refused": {}} for name, way in theirs.items()}
         operations = {"linear_cross_entropy": loss, **chosen}
         return record | {"operations": operations, "transformers": peer.version}
 
+    def _compiles(self) -> bool:
+        return super()._compiles() and not self._balances
+
+    def _compile(self) -> None:
+        """Compile each layer: its best form, for inside one graph it makes a mask and attends slowly by it.
+
+        Nobody watches the routers then: hooks would break the graphs.
+        """
+        peer = cast(Peer, self._model)
+        peer.is_watched = self._sees_routing = False
+        for layer in peer.model.layers:
+            layer.compile(dynamic=False)
+
+    @property
+    def _balances(self) -> bool:
+        return self._config.balance.kind != "none" or self._config.balance.z_loss > 0
+
     def _specs(self) -> dict[str, ParamSpec]:
-        return peer_specs(self._config, self._ops)
+        return peer_specs(self._config, self.ops)
 
     def _canonical(self) -> dict[str, Entry]:
         rename, entries = conversion_of(self._config.model).parameter, canonical(self._config.model)
@@ -75,9 +93,11 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     experts = choose_experts(wanted.experts_implementation, config.model, precision.compute)
     with torch.device("meta"):
         peer = Peer(config.model, ops, precision.compute, attention, experts)
-    sharded = is_sharded(runtime, precision)
+    sharded, specs = is_sharded(runtime), peer_specs(config, ops)
     if sharded:
-        shard(cast(CausalLM[Any], peer), peer_specs(config, ops), runtime, precision)
+        shard(cast(CausalLM[Any], peer), specs, runtime, precision)
+    else:
+        cast_for_compute(peer, specs, precision)
     peer.to_empty(device=runtime.device)
     peer.settle()
     if sharded:

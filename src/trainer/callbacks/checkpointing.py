@@ -1,4 +1,4 @@
-"""Saves a run: every `checkpoint.every` steps, at the end, and when it is asked to stop."""
+"""Saves a run: every `checkpoint.every` steps, when asked to stop, and at the end (`checkpoint.final`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Checkpointing(Callback):
             self._save(run)
 
     def end(self, run: Run, stopped: bool) -> None:
-        if self._saved != run.step:
+        if self._saved != run.step and (stopped or run.config.checkpoint.final):
             self._save(run)
 
     def _save(self, run: Run) -> None:

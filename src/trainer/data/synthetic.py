@@ -32,6 +32,9 @@ REPEATED = 7
 FREQUENT_KEY_SHARE = 0.5
 """Share of key 0 among the keys of `rules`; the others are uniform."""
 
+PACKED_RULES = ("zipf", "repeat")
+"""Rules whose documents are of many lengths."""
+
 HELDOUT_SHARE = 8
 """There is one held-out document to this many training ones."""
 
@@ -82,7 +85,7 @@ class SyntheticSource:
     def _draw_lengths(self) -> Ids:
         data, positions = self._config.data, self._config.sequence_length
         count = data.documents if self._side == "train" else -(-data.documents // HELDOUT_SHARE)
-        if data.rule not in ("zipf", "repeat"):
+        if data.rule not in PACKED_RULES:
             return np.full(count, positions, np.int64)
         random = generator(self._config, "split", "lengths", self._side)
         return random.integers(max(2, positions // 4), 2 * positions, count)
@@ -110,6 +113,15 @@ class SyntheticSource:
         for place in range(2, length, 2):
             ids[place] = self._table[ids[place - 1], ids[place - 2]]
         return ids
+
+
+def is_dense(config: Config) -> bool:
+    """Whether every sample of a run is one full document, so that attention need not tell documents apart.
+
+    Only such a run may take kernels that cannot. A held-out side may end in samples of pads, which are none.
+    """
+    synthetic = config.data.kind == "synthetic" and config.data.rule not in PACKED_RULES
+    return synthetic and config.evaluation.name == "none"
 
 
 def rule_table(config: Config) -> Ids:

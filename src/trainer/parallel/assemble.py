@@ -14,6 +14,7 @@ from src.models.protocol import Dispatcher
 from src.trainer.parallel import layout
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.expert import ExpertDispatcher
+from src.trainer.parallel.masters import cast_for_compute
 from src.trainer.parallel.pipeline.adapter import settle
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
@@ -25,13 +26,15 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     What is sharded starts on the meta device, so that no rank holds more than its shards. A model that
     is not goes straight to memory: torch's `empty_like` of a meta tensor imports sympy, 0.45 s on this path.
     """
-    sharded = is_sharded(runtime, precision)
+    sharded = is_sharded(runtime)
     with torch.device("meta") if sharded else runtime.device:
         model = build(config.model, stage_of(config, runtime), ops)
-    model.to(precision.parameters)
     if sharded:
+        model.to(precision.parameters)
         shard(model, param_specs(model), runtime, precision)
         model.to_empty(device=runtime.device)
+    else:
+        cast_for_compute(model, param_specs(model), precision)
     model.reset_buffers(runtime.device)
     if sharded:
         settle(model)

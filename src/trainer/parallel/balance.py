@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from src.config import BalanceConfig
 from src.trainer.data.batch import MicroBatch
@@ -32,7 +31,7 @@ class Tally:
     z: Tensor
     """The same of mean squared logsumexp."""
     counts_ME: Tensor
-    """int64 rows per expert; zero in layers of other stages."""
+    """int64 rows per expert, [M,E]; zero in layers of other stages."""
 
 
 class Balancer:
@@ -63,69 +62,93 @@ class Balancer:
         return self.tally
 
     def bind(self, batch: MicroBatch, n_tokens: Tensor) -> BoundBalance:
-        """The hook for one micro-batch; `n_tokens` is the number of labels of the global batch."""
-        return BoundBalance(self, batch, n_tokens)
+        """The hooks for one micro-batch; `n_tokens` is the number of labels of the global batch."""
+        return BoundBalance(self, Unit(batch, n_tokens, self._dtype))
+
+    def at(self, layer: int, unit: Unit) -> LayerBalance:
+        """The hook of one layer for one micro-batch."""
+        row = self._row[layer]
+        mine = Tally(self.tally.aux, self.tally.z, self.tally.counts_ME[row])
+        return LayerBalance(self._config, unit, mine, self.lagged_ME[row])
 
     def finish(self, counts_ME: Tensor, skip: Tensor) -> None:
         """Take the step's counts, summed over all data ranks, as the next step's f, unless it was skipped."""
         new_ME = counts_ME.to(self._dtype) / counts_ME.sum(1, keepdim=True).clamp(min=1)
         self.lagged_ME = torch.where(skip > 0, self.lagged_ME, new_ME)
 
-    def add(
-        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, bound: BoundBalance
-    ) -> Tensor | None:
-        """Add a layer's values to the tally; return the term of the loss, or None if there is none."""
-        routed_UE = bound.routed(ids_TK, scores_TE.shape[1])
-        self.tally.counts_ME[self._row[layer]] += routed_UE.sum(0)
-        term = None
-        if self._config.kind in AUXILIARY:
-            aux = self._auxiliary(layer, scores_TE, routed_UE, ids_TK.shape[1], bound)
-            self.tally.aux += aux.detach()
-            term = self._config.coef * aux if self._config.coef else None
-        if self._config.z_loss:
-            z = bound.mean_over_tokens(torch.logsumexp(logits_TE, -1).square())
-            self.tally.z += z.detach()
-            term = self._config.z_loss * z if term is None else term + self._config.z_loss * z
-        return term
 
-    def _auxiliary(
-        self, layer: int, scores_TE: Tensor, routed_UE: Tensor, top_k: int, bound: BoundBalance
-    ) -> Tensor:
-        """Σ_j (n_j/N_tok)·A_j over the units of a micro-batch."""
-        by_sequence = self._config.kind == "sequence"
-        scores_UE, tokens_U1 = bound.unit_sums(scores_TE, by_sequence)
-        if self._config.kind == "global_batch_lagged":
-            share_UE = self.lagged_ME[self._row[layer]][None]
-        else:
-            routed_UE = routed_UE if by_sequence else routed_UE.sum(0, keepdim=True)
-            share_UE = routed_UE.to(scores_TE.dtype) / (top_k * tokens_U1)
-        balance_U = scores_TE.shape[1] * (share_UE * scores_UE / tokens_U1).sum(1)
-        return (bound.weights(by_sequence) * balance_U).sum()
-
-
+@dataclass(frozen=True)
 class BoundBalance:
-    """The router's hook for one micro-batch (`protocol.Balance`)."""
+    """The routers' hooks for one micro-batch (`protocol.Balances`)."""
 
-    def __init__(self, balancer: Balancer, batch: MicroBatch, n_tokens: Tensor) -> None:
-        self._balancer = balancer
-        self._samples = batch.ids_BS.shape[0]
-        self._real_BS = batch.real_BS
-        self._labels_B = (batch.labels_BS != -100).sum(1)
-        self._n_tokens = n_tokens
+    balancer: Balancer
+    unit: Unit
 
-    def choose(self, layer: int, ids_TK: Tensor) -> Tensor:
+    def at(self, layer: int) -> LayerBalance:
+        """The hook of the layer with this global index."""
+        return self.balancer.at(layer, self.unit)
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """The router's hook of one layer for one micro-batch (`protocol.Balance`); part of compiled layers."""
+
+    config: BalanceConfig
+    unit: Unit
+    tally: Tally
+    """The step's; `counts_ME` is the row of this layer, [E]."""
+    lagged_E: Tensor
+    """f of this layer in the last completed step."""
+
+    def choose(self, ids_TK: Tensor) -> Tensor:
         """The experts that the router chose; forced choices are refused at composition."""
         return ids_TK
 
-    def apply(
-        self, layer: int, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """`weights_TK`, whose backward also feeds gradient 1 to the layer's auxiliary term."""
-        term = self._balancer.add(layer, logits_TE, scores_TE, ids_TK, self)
+        term = self.add(logits_TE, scores_TE, ids_TK)
         if term is None or not term.requires_grad:
             return weights_TK
         attached: Tensor = Attach.apply(weights_TK, term)  # type: ignore[no-untyped-call]
         return attached
+
+    def add(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor | None:
+        """Add this layer's values to the tally; return the term of the loss, or None if there is none."""
+        routed_UE = self.unit.routed(ids_TK, scores_TE.shape[1])
+        self.tally.counts_ME.add_(routed_UE.sum(0))
+        term = None
+        if self.config.kind in AUXILIARY:
+            aux = self.auxiliary(scores_TE, routed_UE, ids_TK.shape[1])
+            self.tally.aux.add_(aux.detach())
+            term = self.config.coef * aux if self.config.coef else None
+        if self.config.z_loss:
+            z = self.unit.mean_over_tokens(torch.logsumexp(logits_TE, -1).square())
+            self.tally.z.add_(z.detach())
+            term = self.config.z_loss * z if term is None else term + self.config.z_loss * z
+        return term
+
+    def auxiliary(self, scores_TE: Tensor, routed_UE: Tensor, top_k: int) -> Tensor:
+        """Σ_j (n_j/N_tok)·A_j over the units of a micro-batch."""
+        by_sequence = self.config.kind == "sequence"
+        scores_UE, tokens_U1 = self.unit.sums(scores_TE, by_sequence)
+        if self.config.kind == "global_batch_lagged":
+            share_UE = self.lagged_E[None]
+        else:
+            routed_UE = routed_UE if by_sequence else routed_UE.sum(0, keepdim=True)
+            share_UE = routed_UE.to(scores_TE.dtype) / (top_k * tokens_U1)
+        balance_U = scores_TE.shape[1] * (share_UE * scores_UE / tokens_U1).sum(1)
+        return (self.unit.weights(by_sequence) * balance_U).sum()
+
+
+class Unit:
+    """The tokens of one micro-batch, as units that auxiliary terms are means over."""
+
+    def __init__(self, batch: MicroBatch, n_tokens: Tensor, dtype: torch.dtype) -> None:
+        self._samples = batch.ids_BS.shape[0]
+        self._real_BS = batch.real_BS
+        self._labels_B = (batch.labels_BS != -100).sum(1)
+        self._n_tokens = n_tokens
+        self._dtype = dtype
 
     def routed(self, ids_TK: Tensor, experts: int) -> Tensor:
         """int64 rows of real tokens per sample and expert [B,E]."""
@@ -136,7 +159,7 @@ class BoundBalance:
         counts_BE = torch.zeros(self._samples, experts, dtype=torch.int64, device=ids_TK.device)
         return counts_BE.scatter_add_(1, ids_BN, ones_BN)
 
-    def unit_sums(self, scores_TE: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
+    def sums(self, scores_TE: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
         """Sum of scores over the real tokens of each unit [U,E], and how many those are [U,1], at least 1."""
         scores_BSE = scores_TE.view(self._samples, -1, scores_TE.shape[1])
         tokens_B = torch.full((self._samples,), scores_BSE.shape[1], device=scores_TE.device)
@@ -151,11 +174,11 @@ class BoundBalance:
     def weights(self, by_sequence: bool) -> Tensor:
         """n_j / N_tok of each unit [U]."""
         labels_U = self._labels_B if by_sequence else self._labels_B.sum(0, keepdim=True)
-        return labels_U.to(self._balancer.tally.aux.dtype) / self._n_tokens
+        return labels_U.to(self._dtype) / self._n_tokens
 
     def mean_over_tokens(self, values_T: Tensor) -> Tensor:
         """n/N_tok times the mean over the real tokens of the micro-batch."""
-        sums_11, tokens_11 = self.unit_sums(values_T[:, None], by_sequence=False)
+        sums_11, tokens_11 = self.sums(values_T[:, None], by_sequence=False)
         return (self.weights(by_sequence=False) * (sums_11 / tokens_11)[:, 0]).sum()
 
 
@@ -168,7 +191,6 @@ class Attach(Function):
         return weights.view_as(weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dtype, device = ctx.like
         return grad, torch.ones((), dtype=dtype, device=device)

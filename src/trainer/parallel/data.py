@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 
-def is_sharded(runtime: Runtime, precision: Precision) -> bool:
-    """Whether parameters are shared out, replicated or cast; otherwise a stage keeps plain modules."""
-    return runtime.size("rep", "dp", "cp", "ep") > 1 or precision.is_mixed
+def is_sharded(runtime: Runtime) -> bool:
+    """Whether parameters are shared out or replicated; otherwise a stage keeps plain modules."""
+    return runtime.size("rep", "dp", "cp", "ep") > 1
 
 
 def shard(

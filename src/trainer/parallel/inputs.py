@@ -7,18 +7,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from src.models.protocol import Balance, Batch
+from src.models.protocol import Balances, Batch
 from src.trainer.data.batch import MicroBatch
 
 
-def model_batch(micro_batch: MicroBatch, balance: Balance | None) -> Batch:
+def model_batch(micro_batch: MicroBatch, balances: Balances | None) -> Batch:
     """What a layer may know of a micro-batch."""
     return Batch(
         positions_BS=micro_batch.positions_BS,
         cu_seqlens=micro_batch.cu_seqlens,
         documents_BS=micro_batch.documents_BS,
         real_BS=micro_batch.real_BS,
-        balance=balance,
+        balances=balances,
     )
 
 

@@ -28,6 +28,7 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "fp64": Precision(torch.float64, torch.float64),
     "master": Precision(torch.float32, torch.bfloat16),
+    "bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
 
 

@@ -182,12 +182,28 @@ def _capabilities(config: Config) -> list[Problem]:
     problems += [
         _unable(config, key, value, list(able_)) for key, value, able_ in choices if value not in able_
     ]
+    problems += _compile(config)
     if config.pipeline.overlap and not able.overlap:
         problems.append(_unable(config, "pipeline.overlap", "true", ["false"]))
     if config.pipeline.reduce == "micro_batch" and config.mesh.pp > 1:
         message = f"micro_batch reduces after each micro-batch, which pp={config.mesh.pp} does not take"
         problems.append(Problem("pipeline.reduce", message, "pipeline.reduce=step", rule="reduce"))
     return problems
+
+
+def _compile(config: Config) -> list[Problem]:
+    """What `backend.compile=true` cannot go with; left null, it is off there."""
+    mesh, balance = config.mesh, config.balance
+    if not config.backend.compile:
+        return []
+    shared = [f"{axis}={sizes(mesh)[axis]}" for axis in ("rep", "dp", "cp", "ep") if sizes(mesh)[axis] > 1]
+    if shared:
+        message = f"true, but with {', '.join(shared)} parameters are gathered inside the layers"
+        return [Problem("backend.compile", message, "backend.compile=false", rule="backend")]
+    if config.backend.name == "transformers" and (balance.kind != "none" or balance.z_loss):
+        message = f"true, but balance={balance.kind} watches transformers' routers by hooks"
+        return [Problem("backend.compile", message, "balance=none or backend.compile=false", rule="backend")]
+    return []
 
 
 def _unable(config: Config, key: str, value: object, able: list[str]) -> Problem:

@@ -1,0 +1,1 @@
+"""What the scripts that measure share: clock, ceilings, parking, groups of kernels, the lines they write."""

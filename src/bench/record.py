@@ -1,0 +1,128 @@
+"""A line of `benchmarks/<script>.jsonl`, one a side and case: its fields, and how to read one (BENCH-7)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from src.bench.groups import GROUPS
+
+SCHEMA = 1
+
+NUMBER, TEXT, FLAG = (int, float), (str,), (bool,)
+MAYBE_NUMBER, MAYBE_TEXT, MAYBE_FLAG = (*NUMBER, NoneType), (str, NoneType), (bool, NoneType)
+
+
+class Maybe:
+    """A section that may be null."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+
+FIELDS: dict[str, Any] = {
+    "schema": (int,),
+    "date": TEXT,
+    "commit": MAYBE_TEXT,
+    "dirty": MAYBE_FLAG,
+    "command": TEXT,
+    "card": {
+        "name": TEXT,
+        "memory_gib": NUMBER,
+        "power_limit_w": MAYBE_NUMBER,
+        "sm_clock_mhz": {"before": MAYBE_NUMBER, "after": MAYBE_NUMBER},
+    },
+    "versions": {
+        "python": TEXT,
+        "torch": TEXT,
+        "cuda": MAYBE_TEXT,
+        "cudnn": (int, NoneType),
+        "triton": MAYBE_TEXT,
+        "driver": MAYBE_TEXT,
+        "transformers": MAYBE_TEXT,
+        "flash_attn_4": MAYBE_TEXT,
+    },
+    "case": {
+        "model": TEXT,
+        "layers": (int,),
+        "params": (int,),
+        "tokens": (int,),
+        "seq": (int,),
+        "micro_batch": (int,),
+        "routing": ("learned", "even", "uniform", "dirichlet"),
+        "load_max_over_mean": MAYBE_NUMBER,
+        "packed": FLAG,
+        "compile": FLAG,
+        "recompute": TEXT,
+        "precision": TEXT,
+        "clip": MAYBE_NUMBER,
+        "optimizer_in_step": FLAG,
+    },
+    "kernels": (dict,),
+    "step_ms": {"median": NUMBER, "p10": NUMBER, "p90": NUMBER, "all": (list,)},
+    "tokens_per_s": NUMBER,
+    "flops_per_token": (int,),
+    "ceilings": {"gemm_tflops": NUMBER, "copy_gbs": NUMBER},
+    "mfu_datasheet": MAYBE_NUMBER,
+    "mfu_measured": NUMBER,
+    "peak_gib": {"allocated": MAYBE_NUMBER, "reserved": MAYBE_NUMBER},
+    "share": Maybe(dict.fromkeys(GROUPS, NUMBER)),
+    "loss": {"first": NUMBER, "last": NUMBER},
+    "peer": Maybe({"name": TEXT, "version": MAYBE_TEXT}),
+    "ratio": Maybe({"speed": NUMBER, "memory": MAYBE_NUMBER}),
+    "noise": NUMBER,
+}
+"""Field → the types it takes, the texts it is one of, or the fields inside it."""
+
+
+def problems(line: Any, fields: Mapping[str, Any] = FIELDS, prefix: str = "") -> Iterator[str]:
+    """What is wrong with an object: fields that are missing, unknown, or of another type."""
+    if not isinstance(line, dict):
+        yield f"{prefix or 'line'}: {line!r} is no object"
+        return
+    for name in sorted({*fields, *line}):
+        key = f"{prefix}{name}"
+        if name not in line or name not in fields:
+            yield f"{key}: {'missing' if name in fields else 'unknown'}"
+            continue
+        yield from _wrong(key, line[name], fields[name])
+
+
+def _wrong(key: str, value: Any, wanted: Any) -> Iterator[str]:
+    if isinstance(wanted, Maybe):
+        if value is not None:
+            yield from problems(value, wanted.fields, f"{key}.")
+    elif isinstance(wanted, dict):
+        yield from problems(value, wanted, f"{key}.")
+    elif isinstance(wanted[0], str):
+        if value not in wanted:
+            yield f"{key}: {value!r} is none of {', '.join(wanted)}"
+    elif not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        yield f"{key}: {value!r} is no {' or '.join(kind.__name__ for kind in wanted)}"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of results."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def append(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Add results after the ones that are there.
+
+    Raises:
+        ValueError: a line is not what `FIELDS` says.
+    """
+    wrong = [problem for line in lines for problem in problems(line)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+
+
+def side(line: Mapping[str, Any]) -> str:
+    """Which engine a line is of; transformers names itself among its kernels."""
+    return "transformers" if "transformers" in line["kernels"] else "native"

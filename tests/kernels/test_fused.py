@@ -1,0 +1,71 @@
+"""INT-1: each Triton kernel against its reference, on the CPU in Triton's interpreter.
+
+bf16 arithmetic is not imitated there, so everything is fp32; `test_gpu.py` has the rest. The interpreter is
+switched on when a kernel is made, so each test runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is there on Linux only")
+
+ADAMW = """
+from src.kernels.adamw import Adam, adamw, triton_adamw
+torch.manual_seed(0)
+for n, clip, skip, steps in ((1, 0.5, 0.0, 0.0), (2500, None, 0.0, 3.0), (2500, 0.25, 1.0, 7.0)):
+    t = [torch.randn(n), torch.randn(n), torch.randn(n), torch.rand(n)]
+    clip = None if clip is None else torch.tensor(clip)
+    adam = Adam(0.1, (0.9, 0.999), 1e-8, torch.tensor(steps), clip, torch.tensor(skip))
+    ours, theirs = [x.clone() for x in t], [x.clone() for x in t]
+    copies = torch.full((n,), 7.0), torch.full((n,), 7.0)
+    triton_adamw(*ours, copies[0], 0.3, adam)
+    adamw(*theirs, copies[1], 0.3, adam)
+    for a, b in zip(ours[:1] + ours[2:], theirs[:1] + theirs[2:]):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+    assert skip == 1.0 or torch.equal(copies[0], ours[0])
+    assert skip == 0.0 or all(torch.equal(a, b) for a, b in zip(ours[2:], t[2:]))
+"""
+
+CROSS_ENTROPY = """
+from src.kernels import linear_cross_entropy as op
+op.FUSED_ROWS, op.FUSED_BLOCK = 4, 16
+torch.manual_seed(0)
+for T, V in ((0, 5), (2, 5), (7, 33), (9, 16)):
+    h, w = torch.randn(T, 6).mul_(3), torch.randn(V, 6)
+    labels = torch.randint(0, V, (T,))
+    labels[::3] = -100
+    found = []
+    for f in (op.triton_linear_cross_entropy, op.linear_cross_entropy):
+        a, b = h.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = f(a, b, labels, torch.tensor(0.25))
+        (loss * 3).backward()
+        found.append((loss.detach(), a.grad, b.grad))
+        with torch.no_grad():
+            torch.testing.assert_close(f(a, b, labels, torch.tensor(0.25)), loss.detach())
+    for x, y in zip(*found):
+        assert (x - y).norm() <= 1e-5 * y.norm() and (y.any() or not T), (T, V)
+"""
+
+TAIL = """
+from src.kernels.fused.tail import tail_kernel
+for end in (0, 3, 64, 65, 130):
+    y = torch.full((130, 40), float("nan"))
+    y[:end] = 1.0
+    offs = torch.tensor([0, min(end, 2), end], dtype=torch.int32)
+    tail_kernel[(3,)](y, offs, 3, 130, 40, ROWS=64, BLOCK=16)
+    assert torch.equal(y, torch.cat((torch.ones(end, 40), torch.zeros(130 - end, 40)))), end
+"""
+
+
+@pytest.mark.parametrize("code", [ADAMW, CROSS_ENTROPY, TAIL], ids=["adamw", "linear_cross_entropy", "tail"])
+def test_int_1_kernels_equal_their_reference_in_the_interpreter(code: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,178 @@
+"""NUM-7: what a CPU does not have, against the fp64 reference on the same rounded inputs (NUM-2, NUM-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from src.kernels import attention, grouped_mm, linear_cross_entropy, rope
+from src.kernels.adamw import Adam, adamw, triton_adamw
+from tests.models.tools import relative
+
+pytestmark = pytest.mark.gpu
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype, std: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).mul_(std).to("cuda", dtype) for s in shapes]
+
+
+def outputs(function: Callable[..., Any], inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """First output and the gradients of all inputs, for an upstream gradient that is one and the same."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    out = function(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to("cuda", out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+
+
+def agree(ours: Callable[..., Any], reference: Callable[..., Any], inputs: list[Tensor]) -> None:
+    """Within twice the error of plain torch in that dtype, and within the bound of the dtype."""
+    dtype = inputs[0].dtype
+    exact = outputs(reference, inputs, torch.float64)
+    plain = outputs(reference, inputs, dtype)
+    for index, found in enumerate(outputs(ours, inputs, dtype)):
+        error = relative(found, exact[index])
+        assert found.any() or not exact[index].any(), index
+        assert error <= BOUND[dtype], (index, error)
+        assert error <= 2 * relative(plain[index], exact[index]) + 1e-7, (index, error)
+
+
+DOCUMENTS = torch.tensor([[0] * 100 + [1] * 29 + [2] * 71, [3] * 1 + [4] * 199], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64)])
+def test_op_2_cudnn(widths: tuple[int, int], groups: int) -> None:
+    key, value = widths
+    inputs = leaves((2, 200, 4, key), (2, 200, groups, key), (2, 200, groups, value), dtype=torch.bfloat16)
+
+    def of(function: Any) -> Callable[..., Any]:
+        return lambda q, k, v: function(q, k, v, key**-0.5, None)
+
+    agree(of(attention.sdpa_cudnn), of(attention.attention), inputs)
+    with torch.no_grad():
+        q, k, v = inputs
+        _, lse = attention.sdpa_cudnn(q, k, v, key**-0.5, None)
+        _, want = attention.attention(q.double(), k.double(), v.double(), key**-0.5, None)
+    assert relative(lse, want) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_num_5_efficient_attention_of_packed_samples(dtype: torch.dtype) -> None:
+    inputs = leaves((2, 200, 4, 24), (2, 200, 4, 24), (2, 200, 4, 16), dtype=dtype)
+    documents = DOCUMENTS.cuda()
+
+    def of(function: Any) -> Callable[..., Any]:
+        return lambda q, k, v: function(q, k, v, 24**-0.5, documents)
+
+    agree(of(attention.sdpa_efficient), of(attention.attention), inputs)
+    changed = [x.clone() for x in inputs]
+    for x in changed:
+        x[0, :100] += 1
+    before, after = (attention.sdpa_efficient(*x, 24**-0.5, documents)[0] for x in (inputs, changed))
+    assert torch.equal(before[0, 100:], after[0, 100:])
+    assert not torch.equal(before[0, :100], after[0, :100])
+
+
+LOADS = {
+    "balanced": [128] * 8,
+    "one expert": [0, 0, 1024, 0, 0, 0, 0, 0],
+    "half empty": [256, 0, 256, 0, 256, 0, 256, 0],
+    "odd": [1, 300, 7, 0, 200, 501, 14, 1],
+    "tail": [1, 100, 7, 0, 100, 301, 14, 1],
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_op_1_grouped_products(load: str) -> None:
+    """NUM-4 too: rows past the last offset hold NaN, and reach neither outputs nor gradients."""
+    offs = torch.tensor(LOADS[load], device="cuda").cumsum(0).int()
+    end = int(offs[-1])
+    x, w = leaves((1024, 64), (8, 48, 64), dtype=torch.bfloat16)
+
+    def rows(function: Any) -> Callable[..., Any]:
+        return lambda a, b: function(a, b, offs)
+
+    if end == 1024:
+        agree(rows(grouped_mm.torch_grouped_mm_cuda), rows(grouped_mm.grouped_mm), [x, w])
+        return
+    x[end:] = float("nan")
+    a, b = x.requires_grad_(), w.requires_grad_()
+    y = grouped_mm.torch_grouped_mm_cuda(a, b, offs)
+    y.sum().backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert not y[end:].any()
+    assert not a.grad[end:].any()
+    want = grouped_mm.grouped_mm(x[:end].detach().double(), w.detach().double(), offs)
+    assert relative(y[:end], want) < 1e-2
+    assert bool(torch.isfinite(b.grad).all())
+    assert not b.grad[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "ids"), [(1000, 1031), (5000, 4099)])
+def test_op_3_loss_of_the_head(dtype: torch.dtype, rows: int, ids: int) -> None:
+    h, w = leaves((rows, 64), (ids, 64), dtype=dtype)
+    labels = torch.randint(0, ids, (rows,), generator=torch.Generator().manual_seed(2)).cuda()
+    labels[::7] = -100
+    scale = torch.tensor(1 / rows, device="cuda")
+    exact, plain, found = (
+        _loss(function, [h, w], kind, labels, scale)
+        for function, kind in (
+            (linear_cross_entropy.linear_cross_entropy, torch.float64),
+            (_bf16_loss, dtype),
+            (linear_cross_entropy.triton_linear_cross_entropy, dtype),
+        )
+    )
+    for index, (ours, theirs, want) in enumerate(zip(found, plain, exact, strict=True)):
+        assert relative(ours, want) <= 2 * relative(theirs, want) + BOUND[dtype] / 10, index
+
+
+def _loss(function: Any, inputs: list[Tensor], dtype: torch.dtype, *rest: Tensor) -> list[Tensor]:
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    loss = function(*inputs, *rest)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def _bf16_loss(h: Tensor, w: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy((h @ w.T).float(), labels, reduction="sum") * scale
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_op_4_adamw(state: torch.dtype) -> None:
+    """Bitwise twice; equal to torch's fused step to rounding; the copy is the parameter, rounded."""
+    adam = Adam(
+        1e-2, (0.9, 0.95), 1e-8, torch.tensor(3.0).cuda(), torch.tensor(0.5).cuda(), torch.tensor(0.0).cuda()
+    )
+    p, m, v = leaves((3001, 70), (3001, 70), (3001, 70), dtype=state)
+    (g,) = leaves((3001, 70), dtype=torch.bfloat16)
+    runs = []
+    for function in (triton_adamw, triton_adamw, adamw):
+        a, b, c, copy = p.clone(), m.clone(), v.clone().abs_(), torch.empty_like(p, dtype=torch.bfloat16)
+        function(a, g.clone(), b, c, copy, 0.1, adam)
+        assert torch.equal(copy, a.bfloat16())
+        runs.append((a, b, c))
+    assert all(torch.equal(x, y) for x, y in zip(runs[0], runs[1], strict=True))
+    limit = 1e-6 if state == torch.float32 else 2**-8
+    assert all(relative(x, y) < limit for x, y in zip(runs[0], runs[2], strict=True))
+
+
+def test_att_2_real_rope_equals_the_complex_one() -> None:
+    (x,) = leaves((2, 33, 4, 64), dtype=torch.bfloat16)
+    angles = torch.randn(2, 33, 32, device="cuda")
+
+    def of(function: Any) -> Callable[..., Any]:
+        return lambda x: function(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+    agree(
+        lambda x: rope.real_rope(x, angles.cos(), angles.sin(), interleaved=True),
+        lambda x: rope.rope(x, angles.cos().double(), angles.sin().double(), interleaved=True).to(x.dtype),
+        [x],
+    )

@@ -1,0 +1,112 @@
+"""One GPU: the whole step against fp64, what a compiled layer computes, and what a step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.config import BackendConfig, BalanceConfig, Config, KernelsConfig, PlatformConfig, PrecisionConfig
+from src.trainer.backends.native import NativeBackend
+from src.trainer.data.corpus import open_data
+from src.trainer.data.keys import data_key
+from src.trainer.data.loader import Loader
+from src.trainer.loop import build
+from src.trainer.runtime import start
+from src.trainer.step import train_step
+from src.trainer.stop import StopRequest
+from tests.models.tools import relative
+from tests.trainer.small import lines, run_here, small_config
+
+pytestmark = pytest.mark.gpu
+
+
+def config_of(tmp_path: Path, precision: str, **changes: Any) -> Config:
+    """A model whose widths every CUDA kernel takes; balance and z-loss on."""
+    config = small_config(
+        tmp_path,
+        precision=PrecisionConfig(name=precision),
+        balance=BalanceConfig(kind="sequence", coef=0.1, z_loss=0.01),
+        **changes,
+    )
+    model = replace(
+        config.model,
+        hidden_size=64, expert_size=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+        num_experts=8, num_groups=1, groups_kept=1, top_k=2, vocab_size=128,
+    )  # fmt: skip
+    return replace(config, model=model, sequence_length=64, global_batch_size=4, micro_batch_size=2)
+
+
+def step_of(config: Config) -> dict[str, torch.Tensor]:
+    """Loss, norm and every gradient of a first step."""
+    runtime = start(config)
+    backend = NativeBackend.build(config, runtime)
+    batch = Loader(config, open_data(config, data_key(config)), 0, 1, 0).read(0)
+    sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens, device=runtime.device))
+    found = {"loss": sums.loss, "norm": backend.grad_norm(sums.loss)}
+    found |= {name: p.grad for name, p in backend.parameters.items() if p.grad is not None}
+    runtime.close()
+    return {name: tensor.detach().double().cpu() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("kernels", ["eager", "auto"])
+def test_law_1_a_gpu_computes_what_a_cpu_does(tmp_path: Path, precision: str, kernels: str) -> None:
+    """T-2: loss, norm and every gradient of one step."""
+    here = config_of(
+        tmp_path, precision, kernels=KernelsConfig(name=kernels), backend=BackendConfig(compile=False)
+    )
+    there = replace(here, platform=PlatformConfig(name="cpu"), kernels=KernelsConfig(name="eager"))
+    ours, theirs = step_of(here), step_of(there)
+    assert ours.keys() == theirs.keys()
+    limit = 1e-10 if precision == "fp64" else 1e-4
+    assert all(relative(ours[name], theirs[name]) < limit for name in theirs)
+
+
+@pytest.mark.parametrize("precision", ["master", "bf16"])
+def test_compiled_layers_equal_eager_ones(tmp_path: Path, precision: str) -> None:
+    """CMP-4: against fp64, a compiled step is no worse than twice an eager one; the balance term included."""
+    config = config_of(tmp_path, precision)
+    exact = step_of(
+        replace(config, precision=PrecisionConfig(name="fp64"), backend=BackendConfig(compile=False))
+    )
+    eager = step_of(replace(config, backend=BackendConfig(compile=False)))
+    found = step_of(replace(config, backend=BackendConfig(compile=True)))
+    assert found.keys() == eager.keys() == exact.keys()
+    for name in exact:
+        assert relative(found[name], exact[name]) <= 2 * relative(eager[name], exact[name]) + 1e-2, name
+
+
+def test_a_run_trains_in_bf16_with_masters(tmp_path: Path) -> None:
+    """The loop, its checkpoint and its record of kernels, on the device and compiled."""
+    config = config_of(tmp_path, "master", max_steps=12)
+    config.platform.name, config.optimizer.kind, config.optimizer.lr = "cuda", "adamw", 1e-2
+    run_here(config, tmp_path / "run")
+    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    assert "torch_grouped_mm_cuda" in (tmp_path / "run" / "kernels.json").read_text()
+    run_here(replace(config, max_steps=14), tmp_path / "run", attempt=2)
+    assert [line["step"] for line in lines(tmp_path / "run")][-2:] == [13, 14]
+
+
+def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path) -> None:
+    """MOE-5, ENG-8: `torch.cuda.set_sync_debug_mode("error")` around steps that do not log."""
+    config = config_of(tmp_path, "master")
+    config.optimizer.kind, config.optimizer.lr = "adamw", 1e-3
+    directory = tmp_path / "run"
+    (directory / "control").mkdir(parents=True)
+    runtime = start(config)
+    run = build(config, directory, 1, runtime, StopRequest(directory / "control"))
+    with Loader(config, run.data, 0, 1, 0) as loader:
+        for _ in range(3):
+            train_step(run, loader, ())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                train_step(run, loader, ())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    runtime.close()
