@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer=None if arguments.peer == "none" else arguments.peer,
         peer_precision=arguments.peer_precision or theirs,
         peer_clips=arguments.peer_clip,
+        peer_compiles=tuple(arguments.peer_compile.split(",")),
         tokens=arguments.tokens_per_step,
         blocks=arguments.blocks,
         steps=arguments.steps,
@@ -66,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--tokens-per-step", type=int, help="tokens of a step; the case's own if left out")
     found.add_argument("--peer", choices=PEERS, default=PEERS[0], help="the other side")
     found.add_argument("--peer-precision", help="bf16 on a GPU, else fp32")
+    found.add_argument(
+        "--peer-compile", default="auto", help="backend.compile of the peer, several by commas"
+    )
     found.add_argument("--peer-clip", action="store_true", help="the peer clips, and ours in bf16 too")
     found.add_argument("--blocks", type=int, default=3, help="blocks a side")
     found.add_argument("--steps", type=int, default=10, help="timed steps of a block")

@@ -71,8 +71,8 @@ class BackendConfig:
     """Attention of transformers; `auto` is sdpa (transformers)."""
     experts_implementation: str = choice("auto", "eager", "grouped_mm", "batched_mm")
     """Experts of transformers; `auto` is grouped_mm where widths allow it, else eager (transformers)."""
-    compile: bool | None = None
-    """Compile each decoder layer; null: on a GPU, where one rank holds whole parameters."""
+    compile: str = choice("auto", "none", "layers", "model")
+    """What is one compiled graph; `auto`: layers on a GPU with whole parameters; `model`: of transformers."""
 
 
 @dataclass

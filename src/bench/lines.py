@@ -11,7 +11,6 @@ from src.bench import facts, record
 from src.bench.clock import Ceilings, quantile
 from src.bench.groups import Profile
 from src.bench.side import GIB, Side
-from src.config import Config
 from src.models.counts import count, flops_per_token
 from src.trainer.metrics import PEAK_FLOPS
 
@@ -72,18 +71,12 @@ def case_of(side: Side, tokens: int) -> dict[str, Any]:
         "routing": ROUTING.get(config.balance.force, config.balance.force),
         "load_max_over_mean": side.load_max_over_mean(),
         "packed": side.is_packed(),
-        "compile": is_compiled(config, side.device),
+        "compile": side.compiled,
         "recompute": config.recompute.name,
         "precision": config.precision.name,
         "clip": config.optimizer.max_norm,
         "optimizer_in_step": True,
     }
-
-
-def is_compiled(config: Config, device: torch.device) -> bool:
-    """Whether layers are compiled: as `backend.compile` says, else on a GPU."""
-    wanted = config.backend.compile
-    return device.type == "cuda" if wanted is None else wanted
 
 
 def gib(side: Side, kind: str) -> float | None:
@@ -106,7 +99,7 @@ def datasheet_mfu(flops: float, device: torch.device) -> float | None:
 
 
 COLUMNS = (
-    *("model", "tokens", "side", "precision", "clip"),
+    *("model", "tokens", "side", "compile", "precision", "clip"),
     *("ms", "tok/s", "MFU", "of gemm", "GiB", "speed", "memory"),
 )
 """Of `row_of`: MFU is of the data sheet, `of gemm` of the measured product; ratios are to the peer."""
@@ -126,6 +119,7 @@ def row_of(line: dict[str, Any]) -> tuple[str, ...]:
         f"{case['model']} {case['layers']}L",
         f"{case['tokens']:,}",
         record.side(line),
+        case["compile"],
         case["precision"],
         shown(case["clip"], "{:g}"),
         f"{line['step_ms']['median']:.1f}",

@@ -29,6 +29,8 @@ class Options:
     """The backend of the other side; None measures ours alone."""
     peer_precision: str
     peer_clips: bool
+    peer_compiles: tuple[str, ...]
+    """Values of `backend.compile` of the peer, each a side of its own."""
     tokens: int | None
     """Tokens of a step; None is what the case says."""
     blocks: int
@@ -43,29 +45,34 @@ class Options:
         return 100 + self.warmup + len(self.precisions) * self.blocks * (self.steps + 1)
 
 
-def compose_side(case: str, backend: str, precision: str, clips: bool, options: Options) -> Config:
+def compose_side(
+    case: str, backend: str, precision: str, clips: bool, options: Options, compiles: str = "auto"
+) -> Config:
     """The config of a side, as training composes it.
 
     Raises:
         UserError: the case, an override, or what they say together is wrong.
     """
     words = [f"experiment=bench/{case}", f"backend={backend}", f"precision={precision}"]
-    words += [f"max_steps={options.total_steps}", *([] if clips else ["optimizer.max_norm=null"])]
+    words += [f"backend.compile={compiles}", f"max_steps={options.total_steps}"]
+    words += [*([] if clips else ["optimizer.max_norm=null"])]
     if options.tokens is not None:
         length = compose([*words, *options.overrides]).config.sequence_length
         words.append(f"global_batch_size={max(1, options.tokens // length)}")
     return compose([*words, *options.overrides]).config
 
 
-def configs_of(case: str, options: Options) -> tuple[list[Config], Config | None]:
+def configs_of(case: str, options: Options) -> tuple[list[Config], list[Config]]:
     """Ours, one a precision, and the peer's. In bf16 states ours clips as the peer does, else always."""
     ours = [
         compose_side(case, "native", precision, precision != "bf16" or options.peer_clips, options)
         for precision in options.precisions
     ]
     if options.peer is None:
-        return ours, None
-    return ours, compose_side(case, options.peer, options.peer_precision, options.peer_clips, options)
+        return ours, []
+    peer, precision, clips = options.peer, options.peer_precision, options.peer_clips
+    forms = options.peer_compiles
+    return ours, [compose_side(case, peer, precision, clips, options, form) for form in forms]
 
 
 @dataclass(frozen=True)
@@ -90,18 +97,19 @@ class Bench:
         """What ended in an error."""
 
     def case(self, case: str, done: Callable[[list[Result]], None]) -> None:
-        """The peer once, ours in each precision against it; `done` gets each comparison's results at once."""
-        ours, theirs = configs_of(case, self._options)
-        with self._surviving(case):
-            if theirs is None:
-                self._each(case, ours, None, done)
-            else:
-                with (
-                    self._warm(theirs, f"{case}-peer", theirs.backend.name) as peer,
-                    self._floor.leaving(peer),
-                ):
-                    self._each(case, ours, peer, done)
-        compare.collect(self._runtime.device)
+        """Each form of the peer, ours in each precision against it; `done` gets each comparison's results."""
+        ours, peers = configs_of(case, self._options)
+        if not peers:
+            self._each(case, ours, None, done)
+        for theirs in peers:
+            name = f"{case}-peer-{theirs.backend.compile}"
+            with (
+                self._surviving(case),
+                self._warm(theirs, name, theirs.backend.name) as peer,
+                self._floor.leaving(peer),
+            ):
+                self._each(case, ours, peer, done)
+            compare.collect(self._runtime.device)
 
     def _each(
         self, case: str, ours: Sequence[Config], peer: Side | None, done: Callable[[list[Result]], None]

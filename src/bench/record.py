@@ -55,7 +55,7 @@ FIELDS: dict[str, Any] = {
         "routing": ("learned", "even", "uniform", "dirichlet"),
         "load_max_over_mean": MAYBE_NUMBER,
         "packed": FLAG,
-        "compile": FLAG,
+        "compile": ("none", "layers", "model"),
         "recompute": TEXT,
         "precision": TEXT,
         "clip": MAYBE_NUMBER,

@@ -46,6 +46,11 @@ class Side:
     """Bytes that stay allocated between steps."""
 
     @property
+    def compiled(self) -> str:
+        """What of the model is one graph: `none`, `layers` or `model`."""
+        return self.run.backend.compiled
+
+    @property
     def config(self) -> Config:
         """What the run was composed from."""
         return self.run.config

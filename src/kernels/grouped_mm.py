@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, HOPPER_ON, Implementation
+from src.kernels.opaque import opaque
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -73,18 +74,6 @@ def _spans(offs_E: Tensor, rows: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _opaque(name: str, product: Product, shape: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Product:
-    """`product` itself, but a custom operation with the fake `shape` while a graph is traced."""
-    schema = "(Tensor a, Tensor b, Tensor offs) -> Tensor"
-    operation = torch.library.custom_op(f"manyhead::{name}", product, mutates_args=(), schema=schema)
-    operation.register_fake(shape)
-
-    def call(a: Tensor, b: Tensor, offs_E: Tensor) -> Tensor:
-        return operation(a, b, offs_E) if torch.compiler.is_compiling() else product(a, b, offs_E)
-
-    return call
-
-
 def _rows_shape(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], w_EMD.shape[1])
 
@@ -95,8 +84,9 @@ def _outer_shape(y_NM: Tensor, x_ND: Tensor, offs_E: Tensor) -> Tensor:
 
 def _differentiable(name: str, rows: Product, outer: Product) -> Product:
     """`(x_ND, w_EMD, offs_E int32 ends) -> y_NM`, with dx by rows and dw by outer products."""
-    rows = _opaque(f"{name}_rows", rows, _rows_shape)
-    outer = _opaque(f"{name}_outer", outer, _outer_shape)
+    schema = "(Tensor a, Tensor b, Tensor offs) -> Tensor"
+    rows = opaque(f"{name}_rows", schema, rows, _rows_shape)
+    outer = opaque(f"{name}_outer", schema, outer, _outer_shape)
 
     class GroupedMm(torch.autograd.Function):
         @staticmethod

@@ -99,13 +99,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits_CV, w_VD, out=dh_TD[rows])
                 _accumulate(dw_VD, logits_CV, h_TD[rows])
         if dw_VD is not None:
-            ctx.save_for_backward(dh_TD, dw_VD.to(w_VD.dtype))
+            ctx.save_for_backward(dh_TD, dw_VD)
+            ctx.dtype = w_VD.dtype
         return loss_T.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dh_TD, dw_VD = ctx.saved_tensors
-        return dh_TD * grads[0], dw_VD * grads[0], None, None, None
+        scaled_VD = torch.empty_like(dw_VD, dtype=ctx.dtype)
+        torch.mul(dw_VD, grads[0], out=scaled_VD)  # Scaled and rounded in one pass.
+        return dh_TD * grads[0], scaled_VD, None, None, None
 
 
 def _losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:

@@ -44,6 +44,7 @@ class Ops:
     swiglu: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rope: Callable[..., Any]
+    latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
@@ -70,6 +71,8 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("torch_grouped_mm_cuda",),
         "rope": ("real",),
+        "latent_heads": ("triton", "real"),
+        "router_linear": ("split",),
         "linear_cross_entropy": ("triton",),
         "adamw": ("triton",),
     },

@@ -20,6 +20,8 @@ def rope(x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool)
         return real_rope(x_BSHR, cos_BSR, sin_BSR, interleaved=False)
     # As complex numbers, neighbours take a third of the time on CPU, forward and backward.
     pairs_BSHR2 = widen(x_BSHR).reshape(*x_BSHR.shape[:-1], -1, 2)
+    if any(stride % 2 for stride in pairs_BSHR2.stride()[:-1]):  # Complex numbers lie on even addresses.
+        pairs_BSHR2 = pairs_BSHR2.contiguous()
     turned = torch.view_as_complex(pairs_BSHR2) * torch.complex(cos_BSR, sin_BSR)[:, :, None]
     return torch.view_as_real(turned).flatten(-2).to(x_BSHR.dtype)
 

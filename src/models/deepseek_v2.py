@@ -7,7 +7,6 @@ head, R rotary width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from src.kernels.declaration import Need
@@ -55,18 +54,14 @@ class LatentAttention(nn.Module):
 
     def heads(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B,S,H,C], each [without rotation | rotated], and values [B,S,H,U]."""
-        config, rope = self.config, self.ops.rope
-        nope, H = config.qk_nope_head_dim, config.num_heads
-        per_head = (*x_BSD.shape[:2], H)
+        config = self.config
+        nope, per_head = config.qk_nope_head_dim, (*x_BSD.shape[:2], config.num_heads)
         q_BSHC = self.queries(x_BSD).view(*per_head, nope + config.qk_rope_head_dim)
-        q_BSHN, q_BSHR = q_BSHC.tensor_split([nope], -1)
         latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([config.kv_lora_rank], -1)
         kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(latent_BSL)).view(*per_head, nope + config.v_head_dim)
-        k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
-        k_BS1R = rope(k_BSR[:, :, None], cos_BSR, sin_BSR, interleaved=True)
-        q_BSHC = torch.cat((q_BSHN, rope(q_BSHR, cos_BSR, sin_BSR, interleaved=True)), -1)
-        k_BSHC = torch.cat((k_BSHN, k_BS1R.expand(-1, -1, H, -1)), -1)
-        return q_BSHC, k_BSHC, v_BSHU
+        heads: tuple[Tensor, Tensor, Tensor]
+        heads = self.ops.latent_heads(q_BSHC, kv_BSHX, k_BSR, cos_BSR, sin_BSR)
+        return heads
 
     def queries(self, x_BSD: Tensor) -> Tensor:
         """[B,S,H·C], through the query's latent if the config has one."""

@@ -61,3 +61,11 @@ def test_mod_4_router_logits_are_at_least_fp32(dtype: torch.dtype) -> None:
     logits = router_linear(x, w)
     assert logits.dtype == torch.promote_types(dtype, torch.float32)
     assert relative(logits, x.double() @ w.double().T) < 1e-6
+
+
+def test_rope_takes_views_at_odd_addresses() -> None:
+    """A latent of odd width lies before the key that is rotated."""
+    whole, angles = torch.randn(1, 4, 2, 11), torch.randn(1, 4, 3)
+    found = rope(whole[..., 5:], angles.cos(), angles.sin(), interleaved=True)
+    alone = whole[..., 5:].contiguous()
+    assert torch.equal(found, rope(alone, angles.cos(), angles.sin(), interleaved=True))

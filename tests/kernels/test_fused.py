@@ -61,8 +61,30 @@ for end in (0, 3, 64, 65, 130):
     assert torch.equal(y, torch.cat((torch.ones(end, 40), torch.zeros(130 - end, 40)))), end
 """
 
+LATENT_HEADS = """
+from functools import partial
+from src.kernels.latent_heads import latent_heads, triton_latent_heads
+from src.kernels.rope import rope
+torch.manual_seed(0)
+for H, nope, rotated, value in ((3, 5, 6, 7), (4, 8, 4, 8), (1, 16, 2, 3)):
+    whole = torch.randn(2, 3, 8 + rotated)
+    inputs = torch.randn(2, 3, H, nope + rotated), torch.randn(2, 3, H, nope + value), whole[..., 8:]
+    angles = torch.randn(2, 3, rotated // 2)
+    ups = [torch.randn(2, 3, H, width) for width in (nope + rotated, nope + rotated, value)]
+    found = []
+    for f in (triton_latent_heads, partial(latent_heads, rope)):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = f(*leaves, angles.cos(), angles.sin())
+        found.append([*out, *torch.autograd.grad(out, leaves, ups)])
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y)
+        assert x.any()
+"""
 
-@pytest.mark.parametrize("code", [ADAMW, CROSS_ENTROPY, TAIL], ids=["adamw", "linear_cross_entropy", "tail"])
+
+@pytest.mark.parametrize(
+    "code", [ADAMW, CROSS_ENTROPY, TAIL, LATENT_HEADS], ids=["adamw", "loss", "tail", "heads"]
+)
 def test_int_1_kernels_equal_their_reference_in_the_interpreter(code: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from src.kernels import attention, grouped_mm, linear_cross_entropy, rope
+from src.kernels import attention, grouped_mm, latent_heads, linear_cross_entropy, rope, router_linear
 from src.kernels.adamw import Adam, adamw, triton_adamw
 from tests.models.tools import relative
 
@@ -164,12 +165,39 @@ def test_op_4_adamw(state: torch.dtype) -> None:
     assert all(relative(x, y) < limit for x, y in zip(runs[0], runs[2], strict=True))
 
 
-def test_att_2_real_rope_equals_the_complex_one() -> None:
-    (x,) = leaves((2, 33, 4, 64), dtype=torch.bfloat16)
+def test_op_11_latent_heads() -> None:
+    q, kv, k = leaves((2, 33, 4, 192), (2, 33, 4, 256), (2, 33, 64), dtype=torch.bfloat16)
     angles = torch.randn(2, 33, 32, device="cuda")
 
     def of(function: Any) -> Callable[..., Any]:
-        return lambda x: function(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        def joined(*inputs: Tensor) -> Tensor:
+            wide = inputs[0].dtype if inputs[0].dtype == torch.float64 else torch.float32
+            return torch.cat(function(*inputs, angles.cos().to(wide), angles.sin().to(wide)), -1)
+
+        return joined
+
+    agree(of(latent_heads.triton_latent_heads), of(partial(latent_heads.latent_heads, rope.rope)), [q, kv, k])
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_op_9_split_router_is_as_exact_as_fp32(weights: torch.dtype) -> None:
+    (x,), (w,) = leaves((4096, 512), dtype=torch.bfloat16), leaves((64, 512), dtype=weights, std=0.02)
+    up = torch.randn(4096, 64, device="cuda")
+
+    def of(function: Any, dtype: torch.dtype | None) -> list[Tensor]:
+        a, b = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, w))
+        logits = function(a, b)
+        return [logits.detach(), *torch.autograd.grad(logits, (a, b), up.to(logits.dtype))]
+
+    ours, exact = of(router_linear.split_router_linear, None), of(router_linear.router_linear, torch.float64)
+    assert ours[0].dtype == torch.float32
+    limits = (1e-6, 4e-3, 1e-6 if weights == torch.float32 else 4e-3)
+    assert all(relative(a, b) < limit for a, b, limit in zip(ours, exact, limits, strict=True))
+
+
+def test_att_2_real_rope_equals_the_complex_one() -> None:
+    (x,) = leaves((2, 33, 4, 64), dtype=torch.bfloat16)
+    angles = torch.randn(2, 33, 32, device="cuda")
 
     agree(
         lambda x: rope.real_rope(x, angles.cos(), angles.sin(), interleaved=True),

@@ -23,13 +23,14 @@ DEVICES = [
 ]
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
-CUDA = {"rope": "real", "linear_cross_entropy": "triton", "adamw": "triton"}
+CUDA = {"rope": "real", "latent_heads": "triton", "linear_cross_entropy": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
-    ("cuda", torch.float64): {"rope": "real"},
+    ("cuda", torch.float64): {"rope": "real", "latent_heads": "real"},
     ("cuda", torch.float32): CUDA | {"attention": "sdpa_efficient"},
-    ("cuda", torch.bfloat16): CUDA | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda"},
+    ("cuda", torch.bfloat16): CUDA
+    | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda", "router_linear": "split"},
 }
 """What `auto` takes for packed samples; what is not named is the reference."""
 

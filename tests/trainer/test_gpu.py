@@ -57,7 +57,7 @@ def step_of(config: Config) -> dict[str, torch.Tensor]:
 def test_law_1_a_gpu_computes_what_a_cpu_does(tmp_path: Path, precision: str, kernels: str) -> None:
     """T-2: loss, norm and every gradient of one step."""
     here = config_of(
-        tmp_path, precision, kernels=KernelsConfig(name=kernels), backend=BackendConfig(compile=False)
+        tmp_path, precision, kernels=KernelsConfig(name=kernels), backend=BackendConfig(compile="none")
     )
     there = replace(here, platform=PlatformConfig(name="cpu"), kernels=KernelsConfig(name="eager"))
     ours, theirs = step_of(here), step_of(there)
@@ -71,10 +71,10 @@ def test_compiled_layers_equal_eager_ones(tmp_path: Path, precision: str) -> Non
     """CMP-4: against fp64, a compiled step is no worse than twice an eager one; the balance term included."""
     config = config_of(tmp_path, precision)
     exact = step_of(
-        replace(config, precision=PrecisionConfig(name="fp64"), backend=BackendConfig(compile=False))
+        replace(config, precision=PrecisionConfig(name="fp64"), backend=BackendConfig(compile="none"))
     )
-    eager = step_of(replace(config, backend=BackendConfig(compile=False)))
-    found = step_of(replace(config, backend=BackendConfig(compile=True)))
+    eager = step_of(replace(config, backend=BackendConfig(compile="none")))
+    found = step_of(replace(config, backend=BackendConfig(compile="layers")))
     assert found.keys() == eager.keys() == exact.keys()
     for name in exact:
         assert relative(found[name], exact[name]) <= 2 * relative(eager[name], exact[name]) + 1e-2, name

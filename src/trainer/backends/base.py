@@ -68,6 +68,11 @@ class Backend(Protocol):
         """Module name → tensor in the compute dtype that every update brings up to its parameter."""
         ...
 
+    @property
+    def compiled(self) -> str:
+        """What of the model is one graph on this device: `none`, `layers` or `model`."""
+        ...
+
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
         """All micro-batches of a step; leaves the gradients, reduced by SUM, in `.grad` of `parameters`.
 

@@ -67,8 +67,9 @@ class NativeBackend:
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
         self._sees_routing = True
-        if self._compiles():
-            self._compile()
+        self.compiled: str = self._settle_compile()
+        """`none`, `layers` or `model`: what is one graph."""
+        self._compile()
 
     @classmethod
     def build(cls, config: Config, runtime: Runtime) -> NativeBackend:
@@ -210,17 +211,21 @@ class NativeBackend:
     def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
         into = moved.ids_BS if received is None else received
-        with torch.compiler.set_stance("force_eager") if self._compiles() else nullcontext():
+        with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
             hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
         return hidden
 
-    def _compiles(self) -> bool:
-        """Whether layers are compiled: as the config says, else on a GPU where nothing is shared out."""
+    def _settle_compile(self) -> str:
+        """`backend.compile` with `auto` settled for this device and mesh."""
         wanted = self._config.backend.compile
-        return self._runtime.device.type == "cuda" and not self._sharded if wanted is None else wanted
+        if wanted != "auto":
+            return wanted
+        return "layers" if self._runtime.device.type == "cuda" and not self._sharded else "none"
 
     def _compile(self) -> None:
         """Compile each layer by itself; all share one graph, whatever the counts (CMP-2, CMP-3)."""
+        if self.compiled == "none":
+            return
         for layer in self._model.model.layers.values():
             layer.compile(fullgraph=True, dynamic=False)
         if self._model.stage.last:

@@ -53,22 +53,20 @@ class TransformersBackend(NativeBackend):
         operations = {"linear_cross_entropy": loss, **chosen}
         return record | {"operations": operations, "transformers": peer.version}
 
-    def _compiles(self) -> bool:
-        return super()._compiles() and not self._balances
+    def _settle_compile(self) -> str:
+        balance = self._config.balance
+        if self._config.backend.compile == "auto" and (balance.kind != "none" or balance.z_loss):
+            return "none"
+        return super()._settle_compile()
 
     def _compile(self) -> None:
-        """Compile each layer: its best form, for inside one graph it makes a mask and attends slowly by it.
-
-        Nobody watches the routers then: hooks would break the graphs.
-        """
+        """Nobody watches the routers of compiled layers: hooks would break the graphs."""
+        if self.compiled == "none":
+            return
         peer = cast(Peer, self._model)
         peer.is_watched = self._sees_routing = False
-        for layer in peer.model.layers:
-            layer.compile(dynamic=False)
-
-    @property
-    def _balances(self) -> bool:
-        return self._config.balance.kind != "none" or self._config.balance.z_loss > 0
+        for part in [peer.model] if self.compiled == "model" else peer.model.layers:
+            part.compile(dynamic=False)
 
     def _specs(self) -> dict[str, ParamSpec]:
         return peer_specs(self._config, self.ops)

@@ -192,17 +192,20 @@ def _capabilities(config: Config) -> list[Problem]:
 
 
 def _compile(config: Config) -> list[Problem]:
-    """What `backend.compile=true` cannot go with; left null, it is off there."""
-    mesh, balance = config.mesh, config.balance
-    if not config.backend.compile:
+    """What `backend.compile` cannot go with; `auto` is off there."""
+    mesh, balance, wanted = config.mesh, config.balance, config.backend.compile
+    if wanted in ("auto", "none"):
         return []
+    if wanted == "model" and config.backend.name == "native":
+        message = "model, but the native backend compiles layer by layer: one graph serves them all"
+        return [Problem("backend.compile", message, "backend.compile=layers", rule="backend")]
     shared = [f"{axis}={sizes(mesh)[axis]}" for axis in ("rep", "dp", "cp", "ep") if sizes(mesh)[axis] > 1]
     if shared:
-        message = f"true, but with {', '.join(shared)} parameters are gathered inside the layers"
-        return [Problem("backend.compile", message, "backend.compile=false", rule="backend")]
+        message = f"{wanted}, but with {', '.join(shared)} parameters are gathered inside the layers"
+        return [Problem("backend.compile", message, "backend.compile=none", rule="backend")]
     if config.backend.name == "transformers" and (balance.kind != "none" or balance.z_loss):
-        message = f"true, but balance={balance.kind} watches transformers' routers by hooks"
-        return [Problem("backend.compile", message, "balance=none or backend.compile=false", rule="backend")]
+        message = f"{wanted}, but balance={balance.kind} watches transformers' routers by hooks"
+        return [Problem("backend.compile", message, "balance=none or backend.compile=none", rule="backend")]
     return []
 
 
