@@ -8,7 +8,7 @@ from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
-from src.models.schema import DeepseekV2Config
+from src.models.schema import DeepseekV2Config, ModelConfig, Qwen3MoeConfig
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -144,15 +144,50 @@ def _model(config: Config) -> Iterator[Problem]:
     if config.sequence_length > model.context:
         message = f"sequence_length={config.sequence_length} is longer than model.context={model.context}"
         yield Problem("sequence_length", message, f"type sequence_length={model.context}", "TRAP-9")
+    for is_wrong, key, message, fix, rule in _sizes(model):
+        if is_wrong:
+            yield Problem(key, message, fix, rule)
+
+
+Rows = list[tuple[bool, str, str, str, str]]
+"""Whether something is wrong; then key, message, what to type, rule."""
+
+
+def _sizes(model: ModelConfig) -> Rows:
     if isinstance(model, DeepseekV2Config):
-        yield from (
-            Problem(key, message, fix, rule)
-            for is_wrong, key, message, fix, rule in _deepseek(model)
-            if is_wrong
-        )
+        return _deepseek(model)
+    return _qwen3_moe(model) if isinstance(model, Qwen3MoeConfig) else []
 
 
-def _deepseek(m: DeepseekV2Config) -> list[tuple[bool, str, str, str, str]]:
+def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
+    """Sizes that contradict each other; ROUTE-3, ATT-2 and ATT-4 are the rules."""
+    heads, kv, step, last = m.num_heads, m.num_kv_heads, m.decoder_sparse_step, m.num_layers - 1
+    outside = [index for index in m.mlp_only_layers if not 0 <= index <= last]
+    return [
+        (
+            *(not 1 <= kv <= heads or heads % kv != 0, "model.num_kv_heads"),
+            *(f"{kv} heads of keys and values do not divide {heads} query heads", "a divisor", "ATT-4"),
+        ),
+        (
+            *(m.head_dim < 2 or m.head_dim % 2 != 0, "model.head_dim"),
+            *(f"{m.head_dim} is no even width; positions rotate pairs", "an even width", "ATT-2"),
+        ),
+        (
+            *(bool(outside), "model.mlp_only_layers"),
+            *(f"{outside} are none of the {m.num_layers} layers", f"layers 0 to {last}", "ROUTE-3"),
+        ),
+        (
+            *(step < 1, "model.decoder_sparse_step"),
+            *(f"every {step}-th layer is no choice of layers", "1, for experts in all", "ROUTE-3"),
+        ),
+        (
+            *(not 1 <= m.top_k <= m.num_experts, "model.top_k"),
+            *(f"top_k={m.top_k} of {m.num_experts} experts", f"1 to {m.num_experts}", "ROUTE-3"),
+        ),
+    ]
+
+
+def _deepseek(m: DeepseekV2Config) -> Rows:
     """Sizes that contradict each other; ROUTE-1 and ATT-2 are the rules."""
     grouped = m.routing == "group_limited_greedy"
     whole = m.num_groups > 0 and m.num_experts % m.num_groups == 0

@@ -31,7 +31,8 @@ class Need:
     """What a model asks of one operation."""
 
     features: frozenset[str] = frozenset()
-    """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths)."""
+    """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths), `gqa`
+    (fewer heads of keys and values than of queries)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 

@@ -32,8 +32,9 @@ def latent_heads(
     nope = q_BSHC.shape[-1] - k_BSR.shape[-1]
     q_BSHN, q_BSHR = q_BSHC.tensor_split([nope], -1)
     k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
-    k_BSHR = turn(k_BSR[:, :, None], cos_BSR, sin_BSR).expand(-1, -1, q_BSHC.shape[2], -1)
-    return torch.cat((q_BSHN, turn(q_BSHR, cos_BSR, sin_BSR)), -1), torch.cat((k_BSHN, k_BSHR), -1), v_BSHU
+    k_BS1R = turn(k_BSR[:, :, None], cos_BSR, sin_BSR, interleaved=True)
+    k_BSHC = torch.cat((k_BSHN, k_BS1R.expand(-1, -1, q_BSHC.shape[2], -1)), -1)
+    return torch.cat((q_BSHN, turn(q_BSHR, cos_BSR, sin_BSR, interleaved=True)), -1), k_BSHC, v_BSHU
 
 
 def _sizes(q_BSHC: Tensor, v_BSHU: Tensor, rope: int) -> dict[str, int]:

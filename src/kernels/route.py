@@ -27,20 +27,28 @@ def route(
     *,
     groups: int,
     groups_kept: int,
+    renormalise: bool,
     scale: float,
     ids_TK: Tensor | None = None,
 ) -> Routed:
     """Softmax over all experts, choice of K within the best groups, weights = scores of the chosen · `scale`.
 
-    A group's score is its largest; experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2,
-    arXiv 2405.04434, sec. 2.2.2, with the release's group score). Ties go to the lowest id. With `ids_TK`
-    given, no choice is made. The weights' gradient passes through the softmax, never the ids (ROUTE-6).
+    With `renormalise` the K scores are divided by their sum first (ROUTE-3). A group's score is its largest;
+    experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2, arXiv 2405.04434, sec. 2.2.2, with
+    the release's group score). Ties go to the lowest id. With `ids_TK` given, no choice is made. The
+    weights' gradient passes through softmax and sum, never the ids (ROUTE-6).
     """
     scores_TE = logits_TE.softmax(-1)
     if ids_TK is None:
         ids_TK = _select(scores_TE.detach(), top_k, groups, groups_kept)
     weights_TK = scores_TE.gather(1, ids_TK.long())
+    if renormalise:
+        weights_TK = _shares(weights_TK)
     return Routed(ids_TK, weights_TK * scale if scale != 1 else weights_TK, scores_TE)
+
+
+def _shares(weights_TK: Tensor) -> Tensor:
+    return weights_TK / weights_TK.sum(-1, keepdim=True)
 
 
 def _select(scores_TE: Tensor, top_k: int, groups: int, groups_kept: int) -> Tensor:

@@ -12,7 +12,10 @@ from src.models.layers import ParamSpec, param_specs
 from src.models.schema import ModelConfig
 from src.models.stage import Stage, whole
 
-FAMILIES = {"deepseek_v2": "src.models.deepseek_v2:DeepseekV2"}
+FAMILIES = {
+    "deepseek_v2": "src.models.deepseek_v2:DeepseekV2",
+    "qwen3_moe": "src.models.qwen3_moe:Qwen3Moe",
+}
 
 
 def build(config: ModelConfig, stage: Stage, ops: Ops) -> CausalLM[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from src.models.names import is_expert_stack, is_moe_layer, parameters
 
 if TYPE_CHECKING:
-    from src.models.schema import DeepseekV2Config, ModelConfig
+    from src.models.schema import DeepseekV2Config, ModelConfig, MoeConfig, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool = Tr
     `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; else k = S, as torchtitan.
     """
     keys = sequence_length / 2 if causal else sequence_length
-    return int(6 * count(config).matmul + 6 * keys * config.num_layers * _head_widths(config))
+    return int(6 * count(config).matmul + 6 * keys * config.num_layers * _HEAD_WIDTHS[config.family](config))
 
 
 def moe_layers(config: ModelConfig) -> list[int]:
@@ -72,13 +73,22 @@ def moe_layers(config: ModelConfig) -> list[int]:
 def _active(config: ModelConfig, name: str, size: int) -> int:
     if not is_expert_stack(name):
         return size
-    return size // config.num_experts * cast("DeepseekV2Config", config).top_k
+    return size // config.num_experts * cast("MoeConfig", config).top_k
 
 
-def _head_widths(config: ModelConfig) -> int:
-    """H·(d_qk + d_v) of one attention layer."""
-    family = cast("DeepseekV2Config", config)
-    return family.num_heads * (family.qk_nope_head_dim + family.qk_rope_head_dim + family.v_head_dim)
+def _latent_widths(config: DeepseekV2Config) -> int:
+    return config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+
+
+def _grouped_widths(config: Qwen3MoeConfig) -> int:
+    return config.num_heads * 2 * config.head_dim
+
+
+# H·(d_qk + d_v) of one attention layer. Typed loosely: each function takes its family's config class.
+_HEAD_WIDTHS: dict[str, Callable[..., int]] = {
+    "deepseek_v2": _latent_widths,
+    "qwen3_moe": _grouped_widths,
+}
 
 
 def _layer(sizes: dict[str, int], index: int) -> LayerCount:

@@ -1,23 +1,21 @@
 """DeepSeek-V2 (arXiv 2405.04434): latent attention, shared experts, group-limited softmax routing.
 
-Read top to bottom: attention, router, a decoder layer cut in its stages, the model. Letters as in `protocol`;
-H heads, C width of a query head (nope + rope), U width of a value head, R rotary width.
+Read top to bottom: attention, routing rule, the model. The stages of its layers are those of `decoder_layer`.
+Letters as in `protocol`; H heads, C width of a query head (nope + rope), U width of a value
+head, R rotary width.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
 from torch import Tensor, nn
 
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
-from src.kernels.route import Routed
 from src.models.causal_lm import CausalLM
-from src.models.layers import ROUTER, Experts, Linear, ParamSpec, RMSNorm, Rotary, SwiGLU
+from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
+from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU
 from src.models.names import is_moe_layer
-from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
+from src.models.protocol import Batch
 from src.models.rotary import softmax_factor
 from src.models.schema import DeepseekV2Config
 
@@ -72,96 +70,11 @@ class LatentAttention(nn.Module):
         return q
 
 
-class Router(nn.Module):
-    """Chooses K experts of each token and their weights (ROUTE-1)."""
-
-    specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
-
-    def __init__(self, config: DeepseekV2Config, ops: Ops) -> None:
-        super().__init__()
-        self.config, self.ops = config, ops
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-
-    def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
-        logits_TE = self.ops.router_linear(x_TD, self.weight)
-        routed = self.route(logits_TE, None)
-        if batch.balance is None:
-            return Routing(routed.ids_TK, routed.weights_TK)
-        ids_TK = batch.balance.choose(routed.ids_TK)
-        if ids_TK is not routed.ids_TK:
-            routed = self.route(logits_TE, ids_TK)
-        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
-        return Routing(ids_TK, weights_TK)
-
-    def route(self, logits_TE: Tensor, ids_TK: Tensor | None) -> Routed:
-        """Scores, choice and weights as the config says; the choice is `ids_TK` if given."""
-        config = self.config
-        grouped = config.routing == "group_limited_greedy"
-        routed: Routed = self.ops.route(
-            logits_TE,
-            config.top_k,
-            groups=config.num_groups if grouped else 1,
-            groups_kept=config.groups_kept if grouped else 1,
-            scale=config.routed_scaling,
-            ids_TK=ids_TK,
-        )
-        return routed
-
-
-class MoE(nn.Module):
-    """Routed experts and the shared ones, which read the same normed input (sec. 2.2.1)."""
-
-    def __init__(self, config: DeepseekV2Config, experts: range, ops: Ops) -> None:
-        super().__init__()
-        D, F = config.hidden_size, config.expert_size
-        self.gate = Router(config, ops)
-        self.experts = Experts(len(experts), D, F, ops)
-        shared = config.num_shared_experts
-        self.shared_experts = SwiGLU(D, F * shared) if shared else None
-
-
-class DecoderLayer(nn.Module):
-    """x += attention(norm x); x += ffn(norm x), in the stages of `protocol.Layer`."""
-
-    def __init__(self, config: DeepseekV2Config, layer: int, experts: range, ops: Ops) -> None:
-        super().__init__()
-        self.ops = ops
-        self.is_moe = is_moe_layer(config, layer)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.self_attn = LatentAttention(config, ops)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.mlp: MoE | SwiGLU = (
-            MoE(config, experts, ops) if self.is_moe else SwiGLU(config.hidden_size, config.intermediate_size)
-        )
-
-    def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
-        """Stage 1: attention, the shared experts and the choice of experts."""
-        residual_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), batch)
-        tokens_TD = self.post_attention_layernorm(residual_TD)
-        if not isinstance(self.mlp, MoE):
-            return tokens_TD, None, Carry(residual_TD)
-        routing = self.mlp.gate(tokens_TD, batch)
-        if self.mlp.shared_experts is not None:
-            residual_TD = residual_TD + self.mlp.shared_experts(tokens_TD)
-        return tokens_TD, routing, Carry(residual_TD)
-
-    def experts(self, rows_RD: Tensor, counts_E: Tensor | None) -> Tensor:
-        """Stage 3: the experts held here, or the dense FFN."""
-        out_RD: Tensor
-        out_RD = self.mlp.experts(rows_RD, counts_E) if isinstance(self.mlp, MoE) else self.mlp(rows_RD)
-        return out_RD
-
-    def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
-        """Stage 5: residual + Σ_k weight·row."""
-        if routing is None:
-            return carry.residual_TD + rows
-        out_TD: Tensor = self.ops.combine(rows, routing.weights_TK, carry.residual_TD)
-        return out_TD
-
-    def forward(self, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
-        """The five stages back to back, [T,D] → [T,D]."""
-        return run_layer(self, hidden_TD, batch, dispatcher)
+def routing_rule(config: DeepseekV2Config) -> RoutingRule:
+    """Groups if the config asks for them, and weights that are scaled but not renormalised (ROUTE-1)."""
+    if config.routing == "greedy":
+        return RoutingRule(scale=config.routed_scaling)
+    return RoutingRule(config.num_groups, config.groups_kept, scale=config.routed_scaling)
 
 
 class DeepseekV2(CausalLM[DeepseekV2Config]):
@@ -169,7 +82,17 @@ class DeepseekV2(CausalLM[DeepseekV2Config]):
 
     def layer(self, index: int, experts: range, ops: Ops) -> DecoderLayer:
         """The decoder layer with global number `index`."""
-        return DecoderLayer(self.config, index, experts, ops)
+        config = self.config
+        is_moe, dense_size = is_moe_layer(config, index), config.intermediate_size
+        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
+        return DecoderLayer(config, LatentAttention(config, ops), mlp, ops)
+
+    def moe(self, experts: range, ops: Ops) -> MoE:
+        """The routed experts of a layer, and the shared ones as one FFN (sec. 2.2.1)."""
+        config = self.config
+        width = config.expert_size * config.num_shared_experts
+        shared = SwiGLU(config.hidden_size, width) if width else None
+        return MoE(config, experts, ops, routing_rule(config), shared)
 
     @staticmethod
     def needs(config: DeepseekV2Config) -> dict[str, Need]:

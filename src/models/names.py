@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from src.models.schema import DeepseekV2Config, ModelConfig
+    from src.models.schema import DeepseekV2Config, ModelConfig, MoeConfig, Qwen3MoeConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -92,18 +92,37 @@ def _unstack(name: str, shape: tuple[int, ...]) -> dict[str, Entry]:
 
 
 def _deepseek_v2_layer(config: DeepseekV2Config, index: int) -> Shapes:
-    D = config.hidden_size
+    shapes = _decoder_layer(config, index, _latent_attention(config))
+    if config.num_shared_experts and is_moe_layer(config, index):
+        width = config.expert_size * config.num_shared_experts
+        shapes |= _swiglu("mlp.shared_experts", config.hidden_size, width)
+    return shapes
+
+
+def _qwen3_moe_layer(config: Qwen3MoeConfig, index: int) -> Shapes:
+    return _decoder_layer(config, index, _grouped_attention(config))
+
+
+def _decoder_layer(config: MoeConfig, index: int, attention: Shapes) -> Shapes:
+    """Norms, attention, and the dense FFN or the routed experts of a pre-norm layer."""
+    D, E, F = config.hidden_size, config.num_experts, config.expert_size
     shapes: Shapes = {"input_layernorm.weight": (D,)}
-    shapes |= {f"self_attn.{name}": shape for name, shape in _latent_attention(config).items()}
+    shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes["post_attention_layernorm.weight"] = (D,)
     if not is_moe_layer(config, index):
         return shapes | _swiglu("mlp", D, config.intermediate_size)
-    E, F = config.num_experts, config.expert_size
     shapes["mlp.gate.weight"] = (E, D)
-    shapes |= {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
-    if config.num_shared_experts:
-        shapes |= _swiglu("mlp.shared_experts", D, F * config.num_shared_experts)
-    return shapes
+    return shapes | {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
+
+
+def _grouped_attention(config: Qwen3MoeConfig) -> Shapes:
+    """Projections, and the norms over one head of queries and of keys (ATT-4)."""
+    D, C, bias = config.hidden_size, config.head_dim, config.attention_bias
+    q_width, kv_width = config.num_heads * C, config.num_kv_heads * C
+    shapes = _linear("q_proj", q_width, D, bias)
+    shapes |= _linear("k_proj", kv_width, D, bias) | _linear("v_proj", kv_width, D, bias)
+    shapes |= _linear("o_proj", D, q_width, bias)
+    return shapes | {"q_norm.weight": (C,), "k_norm.weight": (C,)}
 
 
 def _latent_attention(config: DeepseekV2Config) -> Shapes:
@@ -141,6 +160,17 @@ def _after_first_dense(config: DeepseekV2Config, index: int) -> bool:
     return index >= config.first_dense
 
 
+def _by_list_or_step(config: Qwen3MoeConfig, index: int) -> bool:
+    """ROUTE-3: dense if listed, and unless the layer's number from 1 is a multiple of the step."""
+    return index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+
+
 # Typed loosely: each function takes the config class of its own family.
-_LAYERS: dict[str, Callable[..., Shapes]] = {"deepseek_v2": _deepseek_v2_layer}
-_IS_MOE: dict[str, Callable[..., bool]] = {"deepseek_v2": _after_first_dense}
+_LAYERS: dict[str, Callable[..., Shapes]] = {
+    "deepseek_v2": _deepseek_v2_layer,
+    "qwen3_moe": _qwen3_moe_layer,
+}
+_IS_MOE: dict[str, Callable[..., bool]] = {
+    "deepseek_v2": _after_first_dense,
+    "qwen3_moe": _by_list_or_step,
+}

@@ -56,7 +56,21 @@ class ModelConfig:
 
 
 @dataclass
-class DeepseekV2Config(ModelConfig):
+class MoeConfig(ModelConfig):
+    """What every family with routed experts has."""
+
+    num_experts: int = 16
+    """Routed experts E."""
+    top_k: int = 3
+    """Experts K that a token visits."""
+    expert_size: int = 40
+    """Width F of an expert."""
+    intermediate_size: int = 176
+    """Width of the FFN of a dense layer."""
+
+
+@dataclass
+class DeepseekV2Config(MoeConfig):
     """DeepSeek-V2: latent attention, shared and routed experts, group-limited softmax routing."""
 
     num_heads: int = 4
@@ -78,14 +92,6 @@ class DeepseekV2Config(ModelConfig):
     yarn: YarnConfig = field(default_factory=YarnConfig)
     first_dense: int = 1
     """Leading layers with a dense FFN."""
-    intermediate_size: int = 176
-    """Width of the dense FFN."""
-    num_experts: int = 16
-    """Routed experts E."""
-    top_k: int = 3
-    """Experts K that a token visits."""
-    expert_size: int = 40
-    """Width F of an expert."""
     num_shared_experts: int = 2
     """Shared experts, computed as one FFN of this many times `expert_size`."""
     routing: str = choice("greedy", "group_limited_greedy")
@@ -98,5 +104,29 @@ class DeepseekV2Config(ModelConfig):
     """Factor on the routing weights."""
 
 
-FAMILIES: dict[str, type[ModelConfig]] = {"deepseek_v2": DeepseekV2Config}
+@dataclass
+class Qwen3MoeConfig(MoeConfig):
+    """Qwen3-MoE: grouped-query attention with norms on queries and keys, routing weights that sum to 1."""
+
+    num_heads: int = 6
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Heads of keys and values; each serves num_heads/num_kv_heads query heads."""
+    head_dim: int = 16
+    """Width of a head, whatever hidden_size is."""
+    attention_bias: bool = False
+    """Bias on the four projections of attention."""
+    rope_theta: float = 1000000.0
+    """Base of the rotary frequencies."""
+    mlp_only_layers: list[int] = field(default_factory=list)
+    """Global indices of layers with a dense FFN, counted from 0."""
+    decoder_sparse_step: int = 1
+    """Only every so-many-th layer has experts: layer i if i + 1 is a multiple."""
+    top_k: int = 4
+    """Experts K that a token visits."""
+    norm_topk_prob: bool = True
+    """Divide a token's routing weights by their sum."""
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {"deepseek_v2": DeepseekV2Config, "qwen3_moe": Qwen3MoeConfig}
 """The config class that `model.family` names (CFG-9)."""

@@ -137,7 +137,7 @@ class Metrics:
             "mfu": self._mfu(speed),
             "mem_peak_bytes": peak,
             "bubble_s": None,
-            "moe": None if counts is None else load_summary(counts, self._moe_layers),
+            "moe": None if counts is None or not self._moe_layers else load_summary(counts, self._moe_layers),
         }
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:

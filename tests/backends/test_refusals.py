@@ -20,7 +20,7 @@ from src.config import (
 from src.errors import UserError
 from src.models.convert.table import CONVERSIONS
 from src.validate import validate
-from tests.models.odd import deepseek_v2
+from tests.models.odd import deepseek_v2, qwen3_moe
 
 PEER = BackendConfig("transformers")
 MODEL = deepseek_v2(num_layers=4, num_experts=20, context=4096)
@@ -71,6 +71,11 @@ def test_refusals_name_the_reason(changes: dict[str, object], key: str, part: st
 @pytest.mark.parametrize("balance", ["sequence", "micro_batch", "global_batch_lagged", "none"])
 def test_what_it_can_do_passes(mesh: MeshConfig, balance: str) -> None:
     assert validate(peer_config(mesh=mesh, balance=BalanceConfig(kind=balance))) == []
+
+
+def test_qwen3_moe_passes_at_odd_sizes() -> None:
+    """MOD-3: transformers takes every size that we do."""
+    assert validate(peer_config(model=qwen3_moe(context=4096), mesh=MeshConfig("rep2dp2", rep=2, dp=2))) == []
 
 
 def test_a_family_without_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,12 @@ CHOICES = {
     "no q-LoRA": Choice(model={"q_lora_rank": None, "routing": "greedy"}),
     "tied head": Choice(model={"tie_embeddings": True}),
     "attention bias": Choice(model={"attention_bias": True}),
+    "qwen3_moe": Choice(),
+    "qwen3_moe, not renormalised, by step": Choice(
+        attention="sdpa", model={"norm_topk_prob": False, "decoder_sparse_step": 2}
+    ),
 }
-FAST = ("eager", "sdpa", "grouped_mm")
+FAST = ("eager", "sdpa", "grouped_mm", "qwen3_moe")
 """The others change what is mapped by name, and take a native trace each."""
 Traces = Callable[[str, str], Trace]
 
@@ -49,15 +53,20 @@ def natives() -> Traces:
 
     @cache
     def find(name: str, batch: str) -> Trace:
-        if name != "eager" and not CHOICES[name].model:
+        if name == "sdpa":
             return find("eager", batch)
-        return trace_of(case(batch), Choice("native", model=CHOICES[name].model))
+        return trace_of(case(batch, family(name)), Choice("native", model=CHOICES[name].model))
 
     return find
 
 
-def case(batch: str) -> Case:
-    return Case(SINGLE, "1f1b", batch, "fp32")
+def case(batch: str, family: str = "deepseek_v2") -> Case:
+    return Case(SINGLE, "1f1b", batch, "fp32", family=family)
+
+
+def family(name: str) -> str:
+    """The model family of a choice."""
+    return "qwen3_moe" if name.startswith("qwen3_moe") else "deepseek_v2"
 
 
 ROWS = [
@@ -70,7 +79,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "batch"), ROWS)
 def test_mod_3_parity_with_native(name: str, batch: str, natives: Traces) -> None:
     """Initial weights bitwise; loss, norm, balance, counts, gradients, three updates, evaluation, logits."""
-    report = measure(case(batch), natives(name, batch), CHOICES[name])
+    report = measure(case(batch, family(name)), natives(name, batch), CHOICES[name])
     print(name, batch, worst(report))
     assert worst(report)[1] <= 1
 

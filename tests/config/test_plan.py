@@ -18,6 +18,7 @@ from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.machine import Machine, find_machine
 from src.mesh_spec import parse
 from src.models.names import canonical, parameters
+from tests.models.odd import qwen3_moe
 
 CPU = Machine("cpu", 1, 8 * 2**30, "a test")
 MESHES = ["single", "pp2", "ep2", "dp3", "pp2ep2", "dp2ep2", "pp4dp2ep8", "dp5ep4", "rep2dp2"]
@@ -36,6 +37,19 @@ def test_shards_add_up_to_the_model(base: Config, spec: str) -> None:
     config = on(base, spec)
     held = sum(rank_memory(config, rank, "cpu").parameters for rank in range(config.mesh.world))
     assert held == config.mesh.rep * sum(prod(entry.shape) for entry in canonical(config.model).values())
+
+
+def test_shared_key_heads_are_counted_once(base: Config) -> None:
+    """PROJ-1: keys and values of an eighth of the heads; over the ranks every parameter is there once."""
+    config = on(base, "pp2ep2")
+    config.model = qwen3_moe(num_layers=4, num_experts=14, num_heads=8, num_kv_heads=1)
+    held = sum(rank_memory(config, rank, "cpu").parameters for rank in range(4))
+    assert held == sum(prod(entry.shape) for entry in canonical(config.model).values())
+    few = rank_memory(config, 0, "cpu").activations
+    config.model.num_kv_heads = 8
+    tokens, layers, in_flight = config.micro_batch_size * config.sequence_length, 2, 2
+    more = in_flight * tokens * layers * 2 * 7 * config.model.head_dim * 4
+    assert rank_memory(config, 0, "cpu").activations == few + more
 
 
 def test_shards_follow_the_rule_for_uneven_stacks(base: Config) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from src.compose import dump_config
+from src.compose import compose, dump_config
 from src.config import Config
 from src.validate import validate
 
@@ -55,6 +55,29 @@ BAD: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
+QWEN: list[tuple[dict[str, object], str, str]] = [
+    # as above, for the tiny Qwen3-MoE
+    ({"model.num_kv_heads": 4}, "model.num_kv_heads", "ATT-4"),
+    ({"model.num_kv_heads": 0}, "model.num_kv_heads", "ATT-4"),
+    ({"model.num_kv_heads": 12}, "model.num_kv_heads", "ATT-4"),
+    ({"model.head_dim": 15}, "model.head_dim", "ATT-2"),
+    ({"model.head_dim": 0}, "model.head_dim", "ATT-2"),
+    ({"model.top_k": 17}, "model.top_k", "ROUTE-3"),
+    ({"model.top_k": 0}, "model.top_k", "ROUTE-3"),
+    ({"model.mlp_only_layers": [3, 8]}, "model.mlp_only_layers", "ROUTE-3"),
+    ({"model.mlp_only_layers": [-1]}, "model.mlp_only_layers", "ROUTE-3"),
+    ({"model.decoder_sparse_step": 0}, "model.decoder_sparse_step", "ROUTE-3"),
+    ({"sequence_length": 8192}, "sequence_length", "TRAP-9"),
+    ({"mesh.ep": 3, "global_batch_size": 18}, "mesh.ep", "experts"),
+]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Config:
+    """The tiny Qwen3-MoE as a command composes it."""
+    return compose(["model=qwen3_moe"]).config
+
+
 def changed(base: Config, changes: dict[str, object]) -> Config:
     """A copy of the config with these keys."""
     config = copy.deepcopy(base)
@@ -77,6 +100,20 @@ def test_the_default_is_valid(base: Config) -> None:
 def test_bad_configs(base: Config, changes: dict[str, object], key: str, rule: str) -> None:
     """CFG-2: key and rule of each."""
     assert (key, rule) in [(problem.key, problem.rule) for problem in validate(changed(base, changes))]
+
+
+@pytest.mark.parametrize(("changes", "key", "rule"), QWEN, ids=[str(row[0]) for row in QWEN])
+def test_bad_sizes_of_qwen3_moe(qwen: Config, changes: dict[str, object], key: str, rule: str) -> None:
+    """CFG-2: one problem each, and none for what is right."""
+    assert validate(qwen) == []
+    assert [(key, rule)] == [(problem.key, problem.rule) for problem in validate(changed(qwen, changes))]
+
+
+def test_edges_of_qwen3_moe_pass(qwen: Config) -> None:
+    """ROUTE-3: a step beyond the layers leaves a dense model; one key head may serve all queries."""
+    edges: dict[str, object] = {"model.mlp_only_layers": [0, 7], "model.num_kv_heads": 1, "model.top_k": 16}
+    assert validate(changed(qwen, edges)) == []
+    assert validate(changed(qwen, {"model.decoder_sparse_step": 9, "model.num_kv_heads": 6})) == []
 
 
 def test_all_problems_at_once(base: Config) -> None:

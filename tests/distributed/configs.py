@@ -1,12 +1,20 @@
-"""Configs of the law 1 suite: the odd DeepSeek-V2 with four layers and twenty experts, on any mesh."""
+"""Configs of the law 1 suite: odd members with four layers and experts that ep divides, on any mesh."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from src.config import BalanceConfig, Config, KernelsConfig, MeshConfig, PipelineConfig, PrecisionConfig
+from src.models.schema import MoeConfig
 from tests.distributed.batches import BLOCK, LENGTH, SAMPLES
 from tests.models import odd
+
+Key = tuple[str, str, str]
+"""Family, batch and precision: what the oracle of a case depends on."""
+MODELS: dict[str, MoeConfig] = {
+    "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
+    "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,8 @@ class Case:
     reduce: str = "step"
     block: int = BLOCK
     """Micro-batch size; another than `BLOCK` only where the auxiliary loss does not depend on it."""
+    family: str = "deepseek_v2"
+    """The model family."""
 
     @property
     def balance(self) -> str:
@@ -29,7 +39,13 @@ class Case:
         return "global_batch_lagged" if self.precision == "fp64" else "micro_batch"
 
     def __str__(self) -> str:
-        return f"{self.mesh.spec}-{self.schedule}-{self.batch}-{self.precision}-{self.reduce}-b{self.block}"
+        options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}")
+        return "-".join((self.family, self.mesh.spec, *options))
+
+    @property
+    def key(self) -> Key:
+        """What the oracle depends on: meshes and schedules share one."""
+        return self.family, self.batch, self.precision
 
 
 MESHES = {
@@ -48,7 +64,7 @@ BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
 
-DP2, REP2, _, PP2 = MESHES[2]
+DP2, REP2, EP2, PP2 = MESHES[2]
 EXTRA = {
     2: [
         *(
@@ -73,6 +89,14 @@ EXTRA = {
 replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
 
 
+QWEN = {
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family="qwen3_moe")],
+    2: [Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)],
+    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family="qwen3_moe") for batch in BATCHES],
+}
+"""The other family on a few: what it adds is in its layers, which know nothing of ranks."""
+
+
 def matrix(ranks: int) -> list[Case]:
     """Every case on that many ranks; the schedule says nothing where there are no stages."""
     return [
@@ -81,13 +105,13 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + EXTRA.get(ranks, [])
+    ] + [*EXTRA.get(ranks, []), *QWEN[ranks]]
 
 
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
-        model=odd.deepseek_v2(num_layers=4, num_experts=20),
+        model=MODELS[case.family],
         mesh=case.mesh,
         pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
         kernels=KernelsConfig(name="eager"),

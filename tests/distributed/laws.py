@@ -14,7 +14,7 @@ from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel.shards import LocalEntry, local
 from src.trainer.runtime import Runtime, join
 from tests.distributed.batches import blocks, step_batch
-from tests.distributed.configs import Case, make_config
+from tests.distributed.configs import Case, Key, make_config
 from tests.distributed.reference import LEARNING_RATE, STEPS, Trace, sharpen
 
 GRADIENT = {"fp64": 1e-11, "fp32": 1e-5}
@@ -146,6 +146,6 @@ def worst(report: Report) -> tuple[str, float]:
     return max(report.items(), key=lambda item: item[1])
 
 
-def measure_all(cases: list[Case], traces: Mapping[tuple[str, str], Trace]) -> list[tuple[str, Any, float]]:
+def measure_all(cases: list[Case], traces: Mapping[Key, Trace]) -> list[tuple[str, Any, float]]:
     """Worst comparison of each case."""
-    return [(str(case), *worst(measure(case, traces[case.batch, case.precision]))) for case in cases]
+    return [(str(case), *worst(measure(case, traces[case.key]))) for case in cases]

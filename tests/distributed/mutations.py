@@ -11,7 +11,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from src.models.deepseek_v2 import DecoderLayer, MoE, Router
+from src.kernels import route
+from src.models.decoder_layer import DecoderLayer, MoE, Router
 from src.models.layers import Experts
 from src.models.protocol import Carry, Routing
 from src.trainer.backends.native import NativeBackend
@@ -20,7 +21,7 @@ from src.trainer.parallel.balance import Unit
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime
 from tests.distributed import laws
-from tests.distributed.configs import MESHES, Case
+from tests.distributed.configs import MESHES, Case, Key
 from tests.distributed.reference import Trace
 
 
@@ -147,15 +148,21 @@ def reduced_twice() -> Any:
     return wrapped(NativeBackend, "_reduce", twice)
 
 
-def on(spec: str, batch: str = "packed", precision: str = "fp64") -> Case:
+def renorm_grad() -> Any:
+    """No gradient through the sum that routing weights are divided by."""
+    return mock.patch.object(route, "_shares", lambda w_TK: w_TK / w_TK.sum(-1, keepdim=True).detach())
+
+
+def on(spec: str, batch: str = "packed", precision: str = "fp64", family: str = "deepseek_v2") -> Case:
     """A case on two ranks."""
     mesh = next(m for m in MESHES[2] if m.spec == spec)
-    return Case(mesh, "1f1b", batch, precision)
+    return Case(mesh, "1f1b", batch, precision, family=family)
 
 
 MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
     "router_grad": (router_grad, on("ep2"), "gradient"),
     "residual_grad": (residual_grad, on("pp2"), "gradient"),
+    "renorm_grad": (renorm_grad, on("ep2", family="qwen3_moe"), "gradient"),
     "shared_grad": (shared_grad, on("dp2"), "gradient"),
     "expert_scale": (expert_scale, on("ep2", precision="fp32"), "gradient"),
     "fsdp_default": (fsdp_default, on("dp2"), "gradient"),
@@ -169,11 +176,11 @@ MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
 """Name → patch, the case that must notice it, and in what."""
 
 
-def measure_mutants(traces: Mapping[tuple[str, str], Trace]) -> dict[str, tuple[str, float]]:
+def measure_mutants(traces: Mapping[Key, Trace]) -> dict[str, tuple[str, float]]:
     """Mutation → the comparison that is most off in a first step, and by how many limits."""
     found = {}
     for name, (patch, case, what) in MUTATIONS.items():
-        trace = traces[case.batch, case.precision]
+        trace = traces[case.key]
         with patch():
             runtime, backend, report = laws.begin(case, trace)
             report |= laws.one_step(case, runtime, backend, 0, trace)

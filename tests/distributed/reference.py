@@ -196,23 +196,22 @@ def check_margin(config: Config, scores_TE: Tensor) -> None:
     """No route of the fixture hangs on rounding, neither the choice of groups nor that of experts (T-6)."""
     model: Any = config.model
     scores = scores_TE.detach().double()
-    groups = scores.view(len(scores), model.num_groups, -1)
-    best = groups.max(2).values.sort(1, descending=True).values
-    kept = groups.max(2).values.topk(model.groups_kept, 1).indices
-    inside = (
-        groups.gather(1, kept[..., None].expand(-1, -1, groups.shape[2]))
-        .flatten(1)
-        .sort(1, descending=True)
-        .values
-    )
-    gaps = (
-        best[:, model.groups_kept - 1] - best[:, model.groups_kept],
-        inside[:, model.top_k - 1] - inside[:, model.top_k],
-    )
-    smallest = min(float(gap.min()) for gap in gaps)
+    gaps = [margin(scores, model.top_k)]
+    if getattr(model, "routing", None) == "group_limited_greedy":
+        groups = scores.view(len(scores), model.num_groups, -1)
+        kept = groups.max(2).values.topk(model.groups_kept, 1).indices
+        inside = groups.gather(1, kept[..., None].expand(-1, -1, groups.shape[2])).flatten(1)
+        gaps = [margin(groups.max(2).values, model.groups_kept), margin(inside, model.top_k)]
+    smallest = min(gaps)
     assert smallest > (MARGIN if config.precision.name == "fp32" else 0), (
         f"choose another seed: margin {smallest}"
     )
+
+
+def margin(scores: Tensor, kept: int) -> float:
+    """Least distance from the last of the `kept` largest of a row to the next."""
+    ordered = scores.sort(1, descending=True).values
+    return float((ordered[:, kept - 1] - ordered[:, kept]).min())
 
 
 def forward(config: Config, model: Any, m: MicroBatch, balance: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from src.models.deepseek_v2 import Router
+from src.models.decoder_layer import Router
 from src.models.layers import Experts, Linear
 from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel.balance import LayerBalance

@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.kernels import attention as module
 from src.kernels.attention import attention, sdpa_cpu
 from tests.models.tools import relative
 
-H, C, U, SCALE = 3, 16, 7, 0.37
+H, C, U, SCALE = 6, 16, 7, 0.37
 # Segments of length 1 included; they end inside and at the end of a sample.
 LENGTHS = [5, 1, 17, 2, 1, 24]
 Function = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
 BOTH = pytest.mark.parametrize("function", [attention, sdpa_cpu])
+SHARED = pytest.mark.parametrize("groups", [H, 2, 1])
+"""Heads of keys and values; each serves H/G query heads that follow one another."""
 
 
 def documents() -> Tensor:
@@ -24,33 +27,59 @@ def documents() -> Tensor:
     return ids.view(2, 25)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(dtype: torch.dtype = torch.float32, groups: int = H) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    widths = (C, C, U)
-    return [torch.randn(2, 25, H, w, generator=generator).to(dtype).requires_grad_() for w in widths]
+    shapes = ((H, C), (groups, C), (groups, U))
+    return [torch.randn(2, 25, *shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """One query at a time, in fp64."""
+    share = H // k.shape[2]
     out, lse = torch.zeros(2, 25, H, U, dtype=torch.float64), torch.zeros(2, H, 25, dtype=torch.float64)
     for b, i, h in ((b, i, h) for b in range(2) for i in range(25) for h in range(H)):
         keys = [j for j in range(i + 1) if ids is None or ids[b, i] == ids[b, j]]
-        scores = SCALE * k[b, keys, h].double() @ q[b, i, h].double()
+        scores = SCALE * k[b, keys, h // share].double() @ q[b, i, h].double()
         lse[b, h, i] = scores.exp().sum().log()
-        out[b, i, h] = (scores - lse[b, h, i]).exp() @ v[b, keys, h].double()
+        out[b, i, h] = (scores - lse[b, h, i]).exp() @ v[b, keys, h // share].double()
     return out, lse
 
 
 @BOTH
+@SHARED
 @pytest.mark.parametrize("packed", [False, True])
-def test_value_and_lse_equal_the_loop(function: Function, packed: bool) -> None:
+def test_value_and_lse_equal_the_loop(function: Function, groups: int, packed: bool) -> None:
     ids = documents() if packed else None
-    q, k, v = inputs()
+    q, k, v = inputs(groups=groups)
     out, lse = function(q, k, v, SCALE, ids)
     want, want_lse = oracle(q.detach(), k.detach(), v.detach(), ids)
     assert relative(out.detach(), want) < 1e-6
     assert relative(lse, want_lse) < 1e-6
     assert not lse.requires_grad
+
+
+@BOTH
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_heads_add_up_the_gradients_of_their_copies(function: Function, packed: bool) -> None:
+    """OP-2, GQA: in values and gradients as if each query head had its own copy; fp64 is the reference's."""
+    ids = documents() if packed else None
+    shared = inputs(groups=2)
+    weight = torch.randn(2, 25, H, U, generator=torch.Generator().manual_seed(2))
+    out, _ = function(*shared, SCALE, ids)
+    grads = torch.autograd.grad((out * weight).sum(), shared)
+    double = [x.detach().double().requires_grad_() for x in shared]
+    head = torch.tensor([0, 0, 0, 1, 1, 1])
+    copies, _ = attention(double[0], *(x[:, :, head] for x in double[1:]), SCALE, ids)
+    wanted = torch.autograd.grad((copies * weight).sum(), double)
+    assert relative(out.detach(), copies.detach()) < 1e-6
+    assert all(relative(grad, want) < 2e-6 for grad, want in zip(grads, wanted, strict=True))
+
+
+def test_num_6_heads_dealt_out_in_turn_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query head h reading head h mod G."""
+    monkeypatch.setattr(module, "_shared", lambda x, heads: x.repeat(1, 1, heads // x.shape[2], 1))
+    with pytest.raises(AssertionError):
+        test_value_and_lse_equal_the_loop(attention, 2, False)
 
 
 @BOTH

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import cmath
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from src.kernels.rms_norm import rms_norm
-from src.kernels.rope import rope
+from src.kernels.rope import real_rope, rope
 from src.kernels.router_linear import router_linear
 from src.kernels.swiglu import swiglu
 from tests.models.tools import relative
@@ -32,21 +33,26 @@ def test_ffn_1_the_gate_is_the_first_half() -> None:
     assert not torch.allclose(swiglu(torch.cat((up, gate), -1)), want)
 
 
-def test_att_2_rope_rotates_neighbouring_pairs() -> None:
+@pytest.mark.parametrize("function", [rope, real_rope])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_att_2_rope_rotates_neighbours_or_halves(function: Any, interleaved: bool) -> None:
     """One complex number at a time, with Python's own arithmetic."""
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
     angles = torch.randn(1, 4, 3, dtype=torch.float64)
-    found = rope(x, angles.cos(), angles.sin())
+    found = function(x, angles.cos(), angles.sin(), interleaved=interleaved)
     for s, h, pair in ((s, h, p) for s in range(4) for h in range(2) for p in range(3)):
-        z = complex(*x[0, s, h, 2 * pair : 2 * pair + 2].tolist()) * cmath.exp(1j * angles[0, s, pair].item())
-        assert found[0, s, h, 2 * pair : 2 * pair + 2].tolist() == pytest.approx([z.real, z.imag], rel=1e-12)
+        places = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + 3]
+        z = complex(*x[0, s, h, places].tolist()) * cmath.exp(1j * angles[0, s, pair].item())
+        assert found[0, s, h, places].tolist() == pytest.approx([z.real, z.imag], rel=1e-12)
 
 
-def test_rope_keeps_the_dtype_of_x() -> None:
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_keeps_the_dtype_of_x(interleaved: bool) -> None:
     x, angles = torch.randn(1, 4, 2, 6), torch.randn(1, 4, 3)
-    half = rope(x.bfloat16(), angles.cos(), angles.sin())
+    half = rope(x.bfloat16(), angles.cos(), angles.sin(), interleaved=interleaved)
     assert half.dtype == torch.bfloat16
-    assert relative(half, rope(x.bfloat16().double(), angles.cos().double(), angles.sin().double())) < 2**-8
+    wide = (x.bfloat16().double(), angles.cos().double(), angles.sin().double())
+    assert relative(half, rope(*wide, interleaved=interleaved)) < 2**-8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -60,5 +66,6 @@ def test_mod_4_router_logits_are_at_least_fp32(dtype: torch.dtype) -> None:
 def test_rope_takes_views_at_odd_addresses() -> None:
     """A latent of odd width lies before the key that is rotated."""
     whole, angles = torch.randn(1, 4, 2, 11), torch.randn(1, 4, 3)
-    found = rope(whole[..., 5:], angles.cos(), angles.sin())
-    assert torch.equal(found, rope(whole[..., 5:].contiguous(), angles.cos(), angles.sin()))
+    found = rope(whole[..., 5:], angles.cos(), angles.sin(), interleaved=True)
+    alone = whole[..., 5:].contiguous()
+    assert torch.equal(found, rope(alone, angles.cos(), angles.sin(), interleaved=True))

@@ -47,10 +47,11 @@ def agree(ours: Callable[..., Any], reference: Callable[..., Any], inputs: list[
 DOCUMENTS = torch.tensor([[0] * 100 + [1] * 29 + [2] * 71, [3] * 1 + [4] * 199], dtype=torch.int32)
 
 
+@pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128), (64, 64)])
-def test_op_2_cudnn(widths: tuple[int, int]) -> None:
+def test_op_2_cudnn(widths: tuple[int, int], groups: int) -> None:
     key, value = widths
-    inputs = leaves((2, 200, 4, key), (2, 200, 4, key), (2, 200, 4, value), dtype=torch.bfloat16)
+    inputs = leaves((2, 200, 4, key), (2, 200, groups, key), (2, 200, groups, value), dtype=torch.bfloat16)
 
     def of(function: Any) -> Callable[..., Any]:
         return lambda q, k, v: function(q, k, v, key**-0.5, None)
@@ -63,9 +64,10 @@ def test_op_2_cudnn(widths: tuple[int, int]) -> None:
     assert relative(lse, want) < 1e-3
 
 
+@pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_num_5_efficient_attention_of_packed_samples(dtype: torch.dtype) -> None:
-    inputs = leaves((2, 200, 4, 24), (2, 200, 4, 24), (2, 200, 4, 16), dtype=dtype)
+def test_num_5_efficient_attention_of_packed_samples(dtype: torch.dtype, groups: int) -> None:
+    inputs = leaves((2, 200, 4, 24), (2, 200, groups, 24), (2, 200, groups, 16), dtype=dtype)
     documents = DOCUMENTS.cuda()
 
     def of(function: Any) -> Callable[..., Any]:
@@ -205,7 +207,7 @@ def test_att_2_real_rope_equals_the_complex_one() -> None:
     angles = torch.randn(2, 33, 32, device="cuda")
 
     agree(
-        lambda x: rope.real_rope(x, angles.cos(), angles.sin()),
-        lambda x: rope.rope(x, angles.cos().double(), angles.sin().double()).to(x.dtype),
+        lambda x: rope.real_rope(x, angles.cos(), angles.sin(), interleaved=True),
+        lambda x: rope.rope(x, angles.cos().double(), angles.sin().double(), interleaved=True).to(x.dtype),
         [x],
     )

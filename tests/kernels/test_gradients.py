@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,11 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
-def attention_case(documents_BS: Tensor | None) -> Case:
+def attention_case(documents_BS: Tensor | None, groups: int = 3) -> Case:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention(q, k, v, 0.3, documents_BS)[0]
 
-    return call, (leaf(2, 5, 3, 4), leaf(2, 5, 3, 4), leaf(2, 5, 3, 2))
+    return call, (leaf(2, 5, 3, 4), leaf(2, 5, groups, 4), leaf(2, 5, groups, 2))
 
 
 def grouped_case() -> Case:
@@ -42,10 +43,11 @@ def grouped_case() -> Case:
     return (lambda x, w: grouped_mm.grouped_mm(x, w, offs)), (leaf(7, 3), leaf(3, 5, 3))
 
 
-def route_case(**grouping: int) -> Case:
+def route_case(groups: int = 1, groups_kept: int = 1, renormalise: bool = False) -> Case:
     # Far from ties, where a finite difference would change the choice (ROUTE-6).
     logits = (torch.arange(45, dtype=torch.float64).reshape(3, 15) * 7 % 15 / 5).requires_grad_()
-    return (lambda x: route.route(x, 3, scale=2.5, ids_TK=None, **grouping).weights_TK), (logits,)
+    rule: dict[str, Any] = {"groups": groups, "groups_kept": groups_kept, "renormalise": renormalise}
+    return (lambda x: route.route(x, 3, scale=2.5, ids_TK=None, **rule).weights_TK), (logits,)
 
 
 def permute_case() -> Case:
@@ -67,22 +69,26 @@ def loss_case() -> Case:
     )
 
 
-def rope_case() -> Case:
+def rope_case(interleaved: bool) -> Case:
     angles = torch.randn(2, 5, 3, dtype=torch.float64)
-    return (lambda x: rope.rope(x, angles.cos(), angles.sin())), (leaf(2, 5, 3, 6),)
+    cos, sin = angles.cos(), angles.sin()
+    return (lambda x: rope.rope(x, cos, sin, interleaved=interleaved)), (leaf(2, 5, 3, 6),)
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "attention": lambda: attention_case(None),
     "attention packed": lambda: attention_case(torch.tensor([[0, 0, 1, 2, 2], [3, 3, 3, 3, 4]])),
+    "attention of shared heads": lambda: attention_case(None, groups=1),
     "combine": lambda: (combine.combine, (leaf(5, 3, 4), leaf(5, 3), leaf(5, 4))),
     "grouped_mm": grouped_case,
     "linear_cross_entropy": loss_case,
     "permute": permute_case,
     "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(4, 7), leaf(7))),
-    "rope": rope_case,
-    "route": lambda: route_case(groups=1, groups_kept=1),
+    "rope of neighbours": lambda: rope_case(True),
+    "rope of halves": lambda: rope_case(False),
+    "route": route_case,
     "route in groups": lambda: route_case(groups=5, groups_kept=2),
+    "route renormalised": lambda: route_case(renormalise=True),
     "router_linear": lambda: (router_linear.router_linear, (leaf(4, 5), leaf(3, 5))),
     "swiglu": lambda: (swiglu.swiglu, (leaf(5, 6),)),
 }
@@ -109,7 +115,7 @@ EMPTY: dict[str, Callable[[], Case]] = {
     ),
     "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(0, 7), leaf(7))),
     "route": lambda: (
-        (lambda x: route.route(x, 2, groups=3, groups_kept=1, scale=2.0).weights_TK),
+        (lambda x: route.route(x, 2, groups=3, groups_kept=1, renormalise=True, scale=2.0).weights_TK),
         (leaf(0, 6),),
     ),
     "swiglu": lambda: (swiglu.swiglu, (leaf(0, 6),)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +61,26 @@ def test_ties_to_the_highest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "_largest", highest_id_first)
     with pytest.raises(AssertionError):
         test_route.test_route_1_choice_and_weights(5, 2, True)
+
+
+def test_no_gradient_through_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROUTE-6: the weights themselves stay what they are."""
+    monkeypatch.setattr(routing, "_shares", lambda w_TK: w_TK / w_TK.sum(-1, keepdim=True).detach())
+    with pytest.raises(AssertionError):
+        test_route.test_route_5_renormalised_scores_are_the_softmax_of_the_chosen_logits(1.0)
+
+
+def test_scaled_before_it_is_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROUTE-6: the scale cancels."""
+
+    def mutant(logits_TE: Tensor, top_k: int, **rule: Any) -> routing.Routed:
+        routed = routing.route(logits_TE, top_k, **(rule | {"renormalise": False}))
+        return routed._replace(weights_TK=routing._shares(routed.weights_TK))
+
+    monkeypatch.setattr(test_route, "route", mutant)
+    test_route.test_route_5_renormalised_scores_are_the_softmax_of_the_chosen_logits(1.0)
+    with pytest.raises(AssertionError):
+        test_route.test_route_5_renormalised_scores_are_the_softmax_of_the_chosen_logits(2.5)
 
 
 def test_a_sum_over_all_but_the_label(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_reg_4_everything_resolves_everywhere(device: Device, dtype: torch.dtype
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(frozenset({"sinks"})), "cannot do sinks"),
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(widths={"key": 12, "value": 24}), "no wider"),
         ("attention", "sdpa_cpu", "cpu", torch.float32, PACKED, None),
+        ("attention", "sdpa_cpu", "cpu", torch.float32, Need(frozenset({"gqa"})), None),
         (
             "grouped_mm",
             "torch_grouped_mm",

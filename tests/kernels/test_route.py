@@ -26,7 +26,7 @@ def by_hand(logits: list[float], groups: int, kept: int, top_k: int) -> tuple[li
 def test_route_1_choice_and_weights(groups: int, kept: int, tied: bool) -> None:
     logits = torch.randn(200, E, generator=torch.Generator().manual_seed(groups))
     logits = logits.round() if tied else logits
-    routed = route(logits, K, groups=groups, groups_kept=kept, scale=2.5)
+    routed = route(logits, K, groups=groups, groups_kept=kept, renormalise=False, scale=2.5)
     for token in range(200):
         ids, weights = by_hand(logits[token].tolist(), groups, kept, K)
         assert routed.ids_TK[token].tolist() == ids
@@ -38,7 +38,7 @@ def test_route_1_choice_and_weights(groups: int, kept: int, tied: bool) -> None:
 @pytest.mark.parametrize("logits", [torch.zeros(4, E), torch.full((4, E), 1e4), torch.eye(4, E) * 1e4])
 def test_mod_4_ties_go_to_the_lowest_id_and_ids_are_distinct(logits: Tensor) -> None:
     """In the last case all scores but one underflow to 0 and the masked groups are 0 too."""
-    ids = route(logits, K, groups=5, groups_kept=2, scale=1.0).ids_TK
+    ids = route(logits, K, groups=5, groups_kept=2, renormalise=False, scale=1.0).ids_TK
     assert all(len(set(row)) == K for row in ids.tolist())
     if not logits.diff(dim=1).any():
         assert ids.tolist() == [[0, 1, 2]] * 4
@@ -47,17 +47,32 @@ def test_mod_4_ties_go_to_the_lowest_id_and_ids_are_distinct(logits: Tensor) -> 
 def test_given_ids_skip_the_choice() -> None:
     logits = torch.randn(6, E, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[14, 0, 7]] * 6, dtype=torch.int32)
-    routed = route(logits, K, groups=5, groups_kept=2, scale=3.0, ids_TK=ids)
+    routed = route(logits, K, groups=5, groups_kept=2, renormalise=False, scale=3.0, ids_TK=ids)
     assert torch.equal(routed.ids_TK, ids)
     assert torch.allclose(routed.weights_TK, 3.0 * logits.softmax(-1)[:, [14, 0, 7]])
 
 
 def test_route_6_the_gradient_passes_through_the_softmax_over_all() -> None:
     logits = torch.randn(1, E, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    routed: Routed = route(logits, K, groups=1, groups_kept=1, scale=1.0)
+    routed: Routed = route(logits, K, groups=1, groups_kept=1, renormalise=False, scale=1.0)
     (grad,) = torch.autograd.grad(routed.weights_TK.sum(), logits)
     p = logits.detach().softmax(-1)
     chosen = torch.zeros_like(p).scatter(1, routed.ids_TK.long(), 1.0)
     assert torch.allclose(grad, p * (chosen - (p * chosen).sum()), atol=1e-7)
     others = grad[chosen == 0]
     assert bool((others != 0).all())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_route_5_renormalised_scores_are_the_softmax_of_the_chosen_logits(scale: float) -> None:
+    """ROUTE-3, ROUTE-5: softmax over all, top-K, division by the sum, then the scale; the gradient too."""
+    logits = torch.randn(200, E, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    upstream = torch.randn(200, K, generator=torch.Generator().manual_seed(5))
+    routed = route(logits, K, groups=1, groups_kept=1, renormalise=True, scale=scale)
+    chosen, ids = logits.topk(K, -1)
+    want = scale * chosen.softmax(-1)
+    assert torch.equal(routed.ids_TK.long(), ids)
+    assert float((routed.weights_TK - want).detach().abs().max()) < 1e-6 * scale
+    assert torch.allclose(routed.scores_TE, logits.softmax(-1))
+    found, wanted = (torch.autograd.grad(w, logits, upstream)[0] for w in (routed.weights_TK, want))
+    assert float((found - wanted).abs().max()) < 1e-6 * scale

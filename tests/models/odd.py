@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from src.models.schema import DeepseekV2Config, YarnConfig
+from src.models.schema import DeepseekV2Config, MoeConfig, Qwen3MoeConfig, YarnConfig
 
 
 def deepseek_v2(**changes: Any) -> DeepseekV2Config:
@@ -38,3 +39,30 @@ def deepseek_v2(**changes: Any) -> DeepseekV2Config:
         routed_scaling=2.0,
     )
     return replace(config, **changes)
+
+
+def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
+    """The odd Qwen3-MoE, with fields replaced by `changes`."""
+    config = Qwen3MoeConfig(
+        family="qwen3_moe",
+        name="odd",
+        vocab_size=103,
+        hidden_size=44,
+        num_layers=3,
+        context=256,
+        rms_norm_eps=1e-3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        rope_theta=100.0,
+        intermediate_size=31,
+        mlp_only_layers=[1],
+        num_experts=7,
+        top_k=3,
+        expert_size=14,
+    )
+    return replace(config, **changes)
+
+
+MEMBERS: dict[str, Callable[..., MoeConfig]] = {"deepseek_v2": deepseek_v2, "qwen3_moe": qwen3_moe}
+"""Family → what makes its odd member."""

@@ -13,7 +13,7 @@ from src.compose import compose
 from src.models.build import build, whole
 from src.models.counts import count, flops_per_token, moe_layers
 from src.models.names import parameters
-from src.models.schema import DeepseekV2Config
+from src.models.schema import DeepseekV2Config, ModelConfig, Qwen3MoeConfig
 from tests.models import odd
 from tests.models.tools import operations
 
@@ -29,42 +29,57 @@ TABLE = {
         {2048: (140.20, 155.30), 4096: (155.30, 185.50), 8192: (185.50, 245.90)},
         (337_981_440, 3_774_873_600, 197_242_880, 524_288_000),
     ),
+    "qwen3_moe/30b_a3b": (
+        (30_532_122_624, 3_353_032_704, 3_041_656_832),
+        {2048: (20.67, 23.08), 4096: (23.08, 27.91), 8192: (27.91, 37.58)},
+        (None, 603_979_776, 19_140_864, 311_164_928),
+    ),
+    "qwen3_moe/235b_a22b": (
+        (235_093_634_560, 22_190_763_520, 21_567_635_456),
+        {2048: (138.87, 148.33), 4096: (148.33, 167.26), 8192: (167.26, 205.10)},
+        (None, 2_415_919_104, 71_835_904, 622_329_856),
+    ),
 }
+TINY = {
+    "deepseek_v2": (942_296, [1, 2, 3, 4, 5, 6]),
+    "qwen3_moe": (1_033_536, [0, 1, 2, 4, 5, 6, 7]),
+}
+"""Parameters without the two tables, and the layers with experts."""
+
+
+Presets = dict[str, ModelConfig]
 
 
 @pytest.fixture(scope="module")
-def presets() -> dict[str, DeepseekV2Config]:
+def presets() -> Presets:
     """The config of each preset, as a command composes it."""
-    names = ["deepseek_v2", *TABLE]
+    names = [*TINY, *TABLE]
     configs = [compose([f"model={name}", "data=synthetic", "tokenizer=none"]).config.model for name in names]
-    return {name: c for name, c in zip(names, configs, strict=True) if isinstance(c, DeepseekV2Config)}
+    return dict(zip(names, configs, strict=True))
 
 
-def test_mod_2_the_tiny_member_has_the_published_size(presets: dict[str, DeepseekV2Config]) -> None:
-    tiny = presets["deepseek_v2"]
-    counts = count(tiny)
-    assert counts.total - 2 * counts.embedding == 942_296
-    assert moe_layers(tiny) == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize("family", TINY)
+def test_mod_2_the_tiny_member_has_the_published_size(family: str, presets: Presets) -> None:
+    counts = count(presets[family])
+    assert (counts.total - 2 * counts.embedding, moe_layers(presets[family])) == TINY[family]
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_mod_2_counts_and_flops_equal_the_tables(name: str, presets: dict[str, DeepseekV2Config]) -> None:
+def test_mod_2_counts_and_flops_equal_the_tables(name: str, presets: Presets) -> None:
     config, (totals, flops, layers) = presets[name], TABLE[name]
     counts = count(config)
     assert (counts.total, counts.active, counts.matmul) == totals
     for length, (causal, full) in flops.items():
         assert round(flops_per_token(config, length) / 1e9, 2) == causal
         assert round(flops_per_token(config, length, causal=False) / 1e9, 2) == full
-    dense, moe = counts.layers[0], counts.layers[-1]
-    assert (dense.rest, moe.experts, moe.rest, counts.embedding) == layers
+    dense, moe = next((layer.rest for layer in counts.layers if not layer.experts), None), counts.layers[-1]
+    assert (dense, moe.experts, moe.rest, counts.embedding) == layers
     everything = sum(layer.experts + layer.rest for layer in counts.layers)
     assert counts.total == everything + 2 * counts.embedding + config.hidden_size
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", *TABLE])
-def test_mod_2_a_meta_build_has_exactly_these_parameters(
-    name: str, presets: dict[str, DeepseekV2Config]
-) -> None:
+@pytest.mark.parametrize("name", [*TINY, *TABLE])
+def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: Presets) -> None:
     config = presets[name]
     with torch.device("meta"):
         model = build(config, whole(config), operations(config))
@@ -74,19 +89,51 @@ def test_mod_2_a_meta_build_has_exactly_these_parameters(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tie_embeddings": True}, {"attention_bias": True}, {"num_shared_experts": 0}]
+    ("family", "changes"),
+    [
+        ("deepseek_v2", {"tie_embeddings": True}),
+        ("deepseek_v2", {"attention_bias": True}),
+        ("deepseek_v2", {"num_shared_experts": 0}),
+        ("qwen3_moe", {"tie_embeddings": True}),
+        ("qwen3_moe", {"attention_bias": True}),
+        ("qwen3_moe", {"num_kv_heads": 3}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
+        ("qwen3_moe", {"decoder_sparse_step": 3}),
+    ],
 )
-def test_switches_change_shapes_and_build_alike(changes: dict[str, object]) -> None:
-    config = odd.deepseek_v2(**changes)
+def test_switches_change_shapes_and_build_alike(family: str, changes: dict[str, object]) -> None:
+    config = odd.MEMBERS[family](**changes)
     model = build(config, whole(config), operations(config))
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameters(config)
-    assert count(config).total != count(odd.deepseek_v2()).total
+    assert count(config).total != count(odd.MEMBERS[family]()).total
 
 
-def test_mod_1_releases_write_out_what_counts_cannot_see(presets: dict[str, DeepseekV2Config]) -> None:
+@pytest.mark.parametrize(
+    ("listed", "step", "routed"),
+    [([], 1, [0, 1, 2, 3, 4, 5, 6]), ([5, 1], 1, [0, 2, 3, 4, 6]), ([], 3, [2, 5]), ([5], 3, [2])],
+)
+def test_route_3_dense_layers_by_list_and_by_step(listed: list[int], step: int, routed: list[int]) -> None:
+    """ROUTE-3, TRAP-5: the list counts layers from 0, the step from 1."""
+    config = odd.qwen3_moe(num_layers=7, mlp_only_layers=listed, decoder_sparse_step=step)
+    assert moe_layers(config) == routed
+
+
+def test_mod_1_qwen_releases_write_out_what_counts_cannot_see(presets: Presets) -> None:
+    """MOD-1: transformers' class defaults renormalise nothing and turn by another base."""
+    for name, heads in (("qwen3_moe/30b_a3b", 32), ("qwen3_moe/235b_a22b", 64)):
+        config = presets[name]
+        assert isinstance(config, Qwen3MoeConfig)
+        assert (config.rope_theta, config.rms_norm_eps, config.context) == (1e6, 1e-6, 40_960)
+        assert (config.norm_topk_prob, config.mlp_only_layers, config.decoder_sparse_step) == (True, [], 1)
+        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.top_k) == (heads, 4, 128, 8)
+        assert (config.tie_embeddings, config.attention_bias) == (False, False)
+
+
+def test_mod_1_releases_write_out_what_counts_cannot_see(presets: Presets) -> None:
     """Keys that change the function but no shape; a change of the tiny member must not reach them."""
+    releases = {n: c for n, c in presets.items() if isinstance(c, DeepseekV2Config)}
     for name, scaling in (("deepseek_v2/lite", 1.0), ("deepseek_v2/236b", 16.0)):
-        config, yarn = presets[name], presets[name].yarn
+        config, yarn = releases[name], releases[name].yarn
         assert (config.rope_theta, config.rms_norm_eps, config.context) == (1e4, 1e-6, 163_840)
         assert (yarn.factor, yarn.original_length, yarn.mscale, yarn.mscale_all_dim) == (
             40,
@@ -96,7 +143,7 @@ def test_mod_1_releases_write_out_what_counts_cannot_see(presets: dict[str, Deep
         )
         assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32, 1, True)
         assert (config.top_k, config.routed_scaling, config.tie_embeddings) == (6, scaling, False)
-    big, lite = presets["deepseek_v2/236b"], presets["deepseek_v2/lite"]
+    big, lite = releases["deepseek_v2/236b"], releases["deepseek_v2/lite"]
     assert (big.routing, big.num_groups, big.groups_kept) == ("group_limited_greedy", 8, 3)
     assert (lite.routing, lite.first_dense, big.first_dense) == ("greedy", 1, 1)
 

@@ -22,8 +22,21 @@ def test_ckpt_1_names_of_the_odd_member() -> None:
     assert len([name for name in entries if ".mlp.experts." in name]) == 2 * 15 * 3
 
 
-def test_entries_cover_every_element_exactly_once() -> None:
-    config = odd.deepseek_v2()
+def test_ckpt_1_names_of_the_odd_qwen() -> None:
+    entries = canonical(odd.qwen3_moe())
+    assert entries["model.layers.2.mlp.experts.6.up_proj.weight"].shape == (14, 44)
+    assert entries["model.layers.1.mlp.down_proj.weight"].shape == (44, 31)
+    assert entries["model.layers.1.self_attn.q_proj.weight"].shape == (60, 44)
+    assert entries["model.layers.1.self_attn.v_proj.weight"].shape == (20, 44)
+    assert entries["model.layers.0.self_attn.k_norm.weight"].shape == (10,)
+    assert entries["model.layers.0.mlp.gate.weight"].shape == (7, 44)
+    assert "model.layers.1.mlp.gate.weight" not in entries
+    assert len([name for name in entries if ".mlp.experts." in name]) == 2 * 7 * 3
+
+
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_entries_cover_every_element_exactly_once(family: str) -> None:
+    config = odd.MEMBERS[family]()
     touched = {name: torch.zeros(shape) for name, shape in parameters(config).items()}
     for entry in canonical(config).values():
         part = view(entry, touched)
@@ -53,9 +66,10 @@ def test_trap_5_a_stage_keeps_global_numbers_and_its_share_of_experts() -> None:
     assert "model.layers.0.mlp.gate_proj.weight" in dict(dense.named_parameters())
 
 
-def test_every_parameter_declares_how_it_starts() -> None:
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_every_parameter_declares_how_it_starts(family: str) -> None:
     """MOD-5, ENG-2: matrices N(0, 0.02), gains 1, biases 0; the class of experts is declared, not derived."""
-    config = odd.deepseek_v2(attention_bias=True)
+    config = odd.MEMBERS[family](attention_bias=True)
     specs = param_specs(build(config, whole(config), operations(config)))
     assert set(specs) == set(parameters(config))
     for name, spec in specs.items():

@@ -1,11 +1,11 @@
-"""MOD-3: the odd member, exported by name, equals transformers in logits, loss and every gradient (fp32)."""
+"""MOD-3: each odd member, exported by name, equals transformers in logits, loss and every gradient (fp32)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.models.convert.deepseek_v2 import hf_config
+from src.kernels.route import Routed
+from src.models.convert.table import CONVERSIONS
 from src.models.protocol import Carry, Routing
 from src.models.rotary import softmax_factor
-from src.models.schema import DeepseekV2Config, YarnConfig
+from src.models.schema import MoeConfig, YarnConfig
 from tests.models import odd
 from tests.models.tools import batch, by_canonical_name, make, relative
 
@@ -25,6 +26,11 @@ transformers = pytest.importorskip("transformers")
 
 SAMPLES, LENGTH = 2, 24
 LIMITS = {"logits": 1e-5, "loss": 1e-6, "gradient": 2e-5}
+
+CLASSES = {
+    "deepseek_v2": transformers.DeepseekV2ForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+}
 
 Change = Callable[[Any], None]
 
@@ -37,39 +43,51 @@ class Mine(NamedTuple):
     grads: dict[str, Tensor]
 
 
-SWITCHES: dict[str, dict[str, Any]] = {
-    "odd": {},
-    "no q-LoRA": {"q_lora_rank": None},
-    "greedy": {"routing": "greedy", "num_groups": 1, "groups_kept": 1},
-    "tied head": {"tie_embeddings": True},
-    "attention bias": {"attention_bias": True},
-    "plain rotary": {"yarn": YarnConfig()},
-    "no truncation": {"yarn": replace(odd.deepseek_v2().yarn, truncate=False)},
+SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
+    ("deepseek_v2", "odd"): {},
+    ("deepseek_v2", "no q-LoRA"): {"q_lora_rank": None},
+    ("deepseek_v2", "greedy"): {"routing": "greedy", "num_groups": 1, "groups_kept": 1},
+    ("deepseek_v2", "tied head"): {"tie_embeddings": True},
+    ("deepseek_v2", "attention bias"): {"attention_bias": True},
+    ("deepseek_v2", "plain rotary"): {"yarn": YarnConfig()},
+    ("deepseek_v2", "no truncation"): {"yarn": replace(odd.deepseek_v2().yarn, truncate=False)},
+    ("qwen3_moe", "odd"): {},
+    ("qwen3_moe", "not renormalised"): {"norm_topk_prob": False},
+    ("qwen3_moe", "every second layer"): {"decoder_sparse_step": 2, "num_layers": 4},
+    ("qwen3_moe", "tied head"): {"tie_embeddings": True},
+    ("qwen3_moe", "attention bias"): {"attention_bias": True},
+    ("qwen3_moe", "a key head each"): {"num_kv_heads": 6},
 }
+"""Family and switch → what is changed in its odd member; with the step, layer 1 stays dense by the list."""
+Peers = Callable[[str, str], Mine]
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mine]:
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
     """transformers' figures for a switch, computed once."""
-    return cache(lambda switch: theirs(odd.deepseek_v2(**SWITCHES[switch]), tmp_path_factory.mktemp("peer")))
+    return cache(lambda family, switch: theirs(member(family, switch), tmp_path_factory.mktemp("peer")))
 
 
-def tokens() -> tuple[Tensor, Tensor]:
+def member(family: str, switch: str = "odd") -> MoeConfig:
+    return odd.MEMBERS[family](**SWITCHES[family, switch])
+
+
+def tokens(config: MoeConfig) -> tuple[Tensor, Tensor]:
     """Ids and shifted labels, some of which are −100 (TRAP-4)."""
-    generator = torch.Generator().manual_seed(3)
-    ids_BS = torch.randint(0, 97, (SAMPLES, LENGTH), generator=generator)
-    labels_BS = torch.randint(0, 97, (SAMPLES, LENGTH), generator=generator)
+    generator, vocabulary = torch.Generator().manual_seed(3), config.vocab_size or 0
+    ids_BS = torch.randint(0, vocabulary, (SAMPLES, LENGTH), generator=generator)
+    labels_BS = torch.randint(0, vocabulary, (SAMPLES, LENGTH), generator=generator)
     labels_BS[0, 3:7] = -100
     labels_BS[:, -1] = -100
     return ids_BS, labels_BS
 
 
-def ours(config: DeepseekV2Config, kernels: str = "eager", change: Change | None = None) -> Mine:
+def ours(config: MoeConfig, kernels: str = "eager", change: Change | None = None) -> Mine:
     """Logits, mean loss and gradients by canonical name; `change` spoils the model first."""
     model, dispatcher = make(config, kernels=kernels)
     if change is not None:
         change(model)
-    ids_BS, labels_BS = tokens()
+    ids_BS, labels_BS = tokens(config)
     hidden_BSD = model(ids_BS, batch(LENGTH), dispatcher)
     loss = model.loss(hidden_BSD, labels_BS, 1 / (labels_BS != -100).sum())
     loss.backward()
@@ -78,10 +96,10 @@ def ours(config: DeepseekV2Config, kernels: str = "eager", change: Change | None
     return Mine(model.logits(hidden_BSD).detach(), loss.detach(), by_canonical_name(config, grads))
 
 
-def theirs(config: DeepseekV2Config, path: Path) -> Mine:
+def theirs(config: MoeConfig, path: Path) -> Mine:
     """The same of transformers, which reads the weights from files in our canonical names."""
     peer = load_peer(config, path)
-    ids_BS, labels_BS = tokens()
+    ids_BS, labels_BS = tokens(config)
     logits_BSV = peer(ids_BS, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     loss.backward()
@@ -94,13 +112,13 @@ def theirs(config: DeepseekV2Config, path: Path) -> Mine:
     return Mine(logits_BSV.detach(), loss.detach(), by_canonical_name(config, grads))
 
 
-def load_peer(config: DeepseekV2Config, path: Path) -> Any:
+def load_peer(config: MoeConfig, path: Path) -> Any:
     """transformers' model from a checkpoint written by name; nothing missing, nothing unexpected."""
     model, _ = make(config)
     weights = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
     safetensors.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(hf_config(config)))
-    peer, info = transformers.DeepseekV2ForCausalLM.from_pretrained(
+    (path / "config.json").write_text(json.dumps(CONVERSIONS[config.family].config(config)))
+    peer, info = CLASSES[config.family].from_pretrained(
         path,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -133,15 +151,16 @@ def within(found: dict[str, float]) -> bool:
     return all(found[key] <= limit for key, limit in LIMITS.items())
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(("family", "switch"), SWITCHES)
 @pytest.mark.parametrize("kernels", ["eager", "auto"])
-def test_mod_3_parity_with_transformers(switch: str, kernels: str, peers: Callable[[str], Mine]) -> None:
-    found = errors(ours(odd.deepseek_v2(**SWITCHES[switch]), kernels), peers(switch))
+def test_mod_3_parity_with_transformers(family: str, switch: str, kernels: str, peers: Peers) -> None:
+    found = errors(ours(member(family, switch), kernels), peers(family, switch))
     assert within(found), found
 
 
-def test_att_3_logits_at_positions_0_1_and_31(tmp_path: Path) -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_att_3_logits_at_positions_0_1_and_31(family: str, tmp_path: Path) -> None:
+    config = member(family)
     model, dispatcher = make(config)
     ids_BS = torch.randint(0, 97, (1, 32), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
@@ -205,37 +224,113 @@ def latent_eps(model: Any) -> None:
 
 
 def one_group_more(model: Any) -> None:
-    for layer in moe_layers(model):
-        layer.mlp.gate.config = replace(layer.mlp.gate.config, groups_kept=3)
+    routed(model, groups_kept=3)
 
 
 def unscaled(model: Any) -> None:
+    routed(model, scale=1.0)
+
+
+def not_renormalised(model: Any) -> None:
+    routed(model, renormalise=False)
+
+
+def routed(model: Any, **changes: Any) -> None:
+    """Another routing rule in every layer."""
     for layer in moe_layers(model):
-        layer.mlp.gate.config = replace(layer.mlp.gate.config, routed_scaling=1.0)
+        layer.mlp.gate.rule = replace(layer.mlp.gate.rule, **changes)
+
+
+def renorm_grad(model: Any) -> None:
+    """No gradient through the sum that the routing weights are divided by."""
+    for layer in moe_layers(model):
+        gate = layer.mlp.gate
+        gate.rule = replace(gate.rule, renormalise=False)
+        route = gate.route
+        gate.route = lambda logits, ids, route=route: divided(route(logits, ids))
+
+
+def divided(routed: Routed) -> Routed:
+    weights_TK = routed.weights_TK
+    return routed._replace(weights_TK=weights_TK / weights_TK.sum(-1, keepdim=True).detach())
 
 
 def swapped_halves(model: Any) -> None:
     """Gate and up rows of the experts exchanged."""
     with torch.no_grad():
         for layer in moe_layers(model):
-            layer.mlp.experts.gate_up.copy_(layer.mlp.experts.gate_up.roll(9, 1))
+            stack = layer.mlp.experts.gate_up
+            stack.copy_(stack.roll(stack.shape[1] // 2, 1))
 
 
-MUTATIONS: dict[str, Change] = {
-    "router_grad": router_grad,
-    "residual_grad": residual_grad,
-    "shared_grad": shared_grad,
-    "yarn factor absent": yarn_factor(0),
-    "yarn factor once": yarn_factor(1),
-    "factor on cos": factor_on_cos,
-    "latent eps": latent_eps,
-    "one group more": one_group_more,
-    "unscaled": unscaled,
-    "swapped halves": swapped_halves,
+def neighbours_rotated(model: Any) -> None:
+    """The rotary pairs of DeepSeek's weights."""
+    replaced(model, "rope", lambda rope: lambda x, cos, sin, interleaved: rope(x, cos, sin, interleaved=True))
+
+
+def heads_in_turn(model: Any) -> None:
+    """Query head h reads key head h mod G, instead of neighbours sharing one."""
+
+    def spread(attention: Any) -> Any:
+        def mutant(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+            times = q.shape[2] // k.shape[2]
+            return attention(q, k.repeat(1, 1, times, 1), v.repeat(1, 1, times, 1), *rest)
+
+        return mutant
+
+    replaced(model, "attention", spread)
+
+
+def replaced(model: Any, operation: str, wrap: Callable[[Any], Any]) -> None:
+    """Another implementation of an operation in every attention."""
+    for attention in attentions(model):
+        mutant = wrap(getattr(attention.ops, operation))
+        attention.ops = replace(attention.ops, **{operation: mutant})
+
+
+def normed_after_rotation(model: Any) -> None:
+    """ATT-4: the norm commutes with the rotation, its gain does not."""
+    for attention in attentions(model):
+        attention.heads = partial(late_norms, attention)
+
+
+def late_norms(attention: Any, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    heads = (-1, attention.config.head_dim)
+    q, k, v = (p(x_BSD).unflatten(-1, heads) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k = (attention.ops.rope(x, cos, sin, interleaved=False) for x in (q, k))
+    return attention.q_norm(q), attention.k_norm(k), v
+
+
+def scale_of_hidden_size(model: Any) -> None:
+    """Heads taken for D/H wide."""
+    for attention in attentions(model):
+        attention.scale = (attention.config.hidden_size / attention.config.num_heads) ** -0.5
+
+
+MUTATIONS: dict[tuple[str, str], Change] = {
+    ("deepseek_v2", "router_grad"): router_grad,
+    ("deepseek_v2", "residual_grad"): residual_grad,
+    ("deepseek_v2", "shared_grad"): shared_grad,
+    ("deepseek_v2", "yarn factor absent"): yarn_factor(0),
+    ("deepseek_v2", "yarn factor once"): yarn_factor(1),
+    ("deepseek_v2", "factor on cos"): factor_on_cos,
+    ("deepseek_v2", "latent eps"): latent_eps,
+    ("deepseek_v2", "one group more"): one_group_more,
+    ("deepseek_v2", "unscaled"): unscaled,
+    ("deepseek_v2", "swapped halves"): swapped_halves,
+    ("qwen3_moe", "router_grad"): router_grad,
+    ("qwen3_moe", "residual_grad"): residual_grad,
+    ("qwen3_moe", "renorm_grad"): renorm_grad,
+    ("qwen3_moe", "not renormalised"): not_renormalised,
+    ("qwen3_moe", "swapped halves"): swapped_halves,
+    ("qwen3_moe", "neighbours rotated"): neighbours_rotated,
+    ("qwen3_moe", "heads in turn"): heads_in_turn,
+    ("qwen3_moe", "normed after rotation"): normed_after_rotation,
+    ("qwen3_moe", "scale of the hidden size"): scale_of_hidden_size,
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mod_3_mutations_fail(name: str, peers: Callable[[str], Mine]) -> None:
-    found = errors(ours(odd.deepseek_v2(), change=MUTATIONS[name]), peers("odd"))
+@pytest.mark.parametrize(("family", "name"), MUTATIONS)
+def test_mod_3_mutations_fail(family: str, name: str, peers: Peers) -> None:
+    found = errors(ours(member(family), change=MUTATIONS[family, name]), peers(family, "odd"))
     assert not within(found), found

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import src.models
-from src.models.build import Stage, build
+from src.models.build import Stage, build, whole
+from src.models.counts import moe_layers
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Batch, Carry, Routing
 from tests.models import odd
@@ -79,15 +80,19 @@ def staged(layer: Any, hidden: Tensor, data: Batch, dispatcher: LocalDispatcher,
     return result
 
 
+@pytest.mark.parametrize("family", odd.MEMBERS)
 @pytest.mark.parametrize("kernels", ["eager", "auto"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["dense", "packed"])
-def test_eng_10_staged_equals_back_to_back_bitwise(kernels: str, documents: list[int] | None) -> None:
-    config = odd.deepseek_v2()
+def test_eng_10_staged_equals_back_to_back_bitwise(
+    family: str, kernels: str, documents: list[int] | None
+) -> None:
+    config = odd.MEMBERS[family]()
+    shape = (2 * LENGTH, config.hidden_size)
     model, dispatcher = make(config, kernels=kernels)
     data = batch(LENGTH, documents=documents)
-    upstream = torch.randn(2 * LENGTH, 45, generator=torch.Generator().manual_seed(1))
+    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for layer in model.model.layers.values():
-        hidden = torch.randn(2 * LENGTH, 45, generator=torch.Generator().manual_seed(2))
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(2))
         first, second = leaf(hidden), leaf(hidden)
         layer(first, data, dispatcher).backward(upstream)
         want = gradients(layer)
@@ -98,10 +103,11 @@ def test_eng_10_staged_equals_back_to_back_bitwise(kernels: str, documents: list
         assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-def test_eng_10_no_stage_returns_its_input() -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_eng_10_no_stage_returns_its_input(family: str) -> None:
+    config = odd.MEMBERS[family]()
     model, dispatcher = make(config)
-    hidden = torch.randn(2 * LENGTH, 45)
+    hidden = torch.randn(2 * LENGTH, config.hidden_size)
     for layer in model.model.layers.values():
         tokens, routing, carry = layer.attend(hidden, batch(LENGTH))
         if routing is None:
@@ -122,14 +128,15 @@ def test_eng_10_no_stage_returns_its_input() -> None:
         assert all(a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() for a, b in pairs)
 
 
-def test_three_pipeline_stages_equal_the_whole() -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_three_pipeline_stages_equal_the_whole(family: str) -> None:
+    config = odd.MEMBERS[family]()
     model, dispatcher = make(config)
     ids = torch.randint(0, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     want = model(ids, batch(LENGTH), dispatcher)
     x = ids
     for index in range(3):
-        stage = Stage(range(index, index + 1), index == 0, index == 2, range(15))
+        stage = Stage(range(index, index + 1), index == 0, index == 2, range(config.num_experts))
         part = build(config, stage, operations(config))
         part.load_state_dict(model.state_dict(), strict=False)
         part.reset_buffers(CPU)
@@ -137,9 +144,10 @@ def test_three_pipeline_stages_equal_the_whole() -> None:
     assert torch.equal(x, want)
 
 
+@pytest.mark.parametrize("family", odd.MEMBERS)
 @pytest.mark.parametrize("kernels", ["eager", "auto"])
-def test_pack_6_a_packed_batch_equals_its_documents_apart(kernels: str) -> None:
-    config = odd.deepseek_v2()
+def test_pack_6_a_packed_batch_equals_its_documents_apart(family: str, kernels: str) -> None:
+    config = odd.MEMBERS[family]()
     model, dispatcher = make(config, kernels=kernels)
     ids = torch.randint(0, 97, (2 * LENGTH,), generator=torch.Generator().manual_seed(0))
     labels, scale = ids.roll(-1), torch.tensor(0.1)
@@ -171,8 +179,9 @@ def test_a_dense_batch_issues_no_operation_for_packing() -> None:
     assert "aten.abs_.default" not in runs["dense"]
 
 
-def test_t_2_an_fp64_model_makes_no_fp32_tensor() -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_t_2_an_fp64_model_makes_no_fp32_tensor(family: str) -> None:
+    config = odd.MEMBERS[family]()
     model, dispatcher = make(config, dtype=torch.float64, kernels="auto")
     labels = torch.zeros(2, LENGTH, dtype=torch.int64)
     with Recorder() as recorder:
@@ -205,27 +214,37 @@ class Hook:
         return weights_TK
 
 
-@pytest.mark.parametrize("forced", [None, [14, 3, 8]])
-def test_eng_24_the_balance_sees_every_moe_layer_and_may_choose(forced: list[int] | None) -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize(
+    ("family", "forced"),
+    [("deepseek_v2", None), ("deepseek_v2", [14, 3, 8]), ("qwen3_moe", None), ("qwen3_moe", [6, 0, 3])],
+)
+def test_eng_24_the_balance_sees_every_moe_layer_and_may_choose(
+    family: str, forced: list[int] | None
+) -> None:
+    """The scores are those over all experts, which sum to 1, whatever becomes of the weights."""
+    config: Any = odd.MEMBERS[family]()
     model, dispatcher = make(config)
     hook = Hook(forced)
     ids = torch.randint(0, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     plain = model(ids, batch(LENGTH), dispatcher)
     hooked = model(ids, batch(LENGTH, balances=hook), dispatcher)
-    assert hook.layers == [1, 2]
+    assert hook.layers == moe_layers(config)
     assert torch.equal(plain, hooked) == (forced is None)
     for logits, scores, chosen, weights in hook.seen:
         assert torch.allclose(scores, logits.softmax(-1))
-        assert torch.allclose(weights, config.routed_scaling * scores.gather(1, chosen.long()))
+        kept = scores.gather(1, chosen.long())
+        renormalised = family == "qwen3_moe"
+        want = kept / kept.sum(1, keepdim=True) if renormalised else config.routed_scaling * kept
+        assert torch.allclose(weights, want)
         if forced is not None:
             assert chosen.tolist() == [forced] * (2 * LENGTH)
 
 
-def test_trap_7_a_model_built_on_meta_runs_after_reset() -> None:
-    config = odd.deepseek_v2()
+@pytest.mark.parametrize("family", odd.MEMBERS)
+def test_trap_7_a_model_built_on_meta_runs_after_reset(family: str) -> None:
+    config = odd.MEMBERS[family]()
     model, dispatcher = make(config)
-    stage = Stage(range(3), True, True, range(15))
+    stage = whole(config)
     with torch.device("meta"):
         late = build(config, stage, operations(config))
     late.to_empty(device="cpu")
@@ -246,13 +265,14 @@ def test_eng_10_models_know_nothing_of_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", odd.MEMBERS)
 @pytest.mark.parametrize(("kernels", "backend"), [("eager", "aot_eager"), ("auto", "inductor")])
-def test_eng_10_compiled_stages_equal_eager(kernels: str, backend: str) -> None:
+def test_eng_10_compiled_stages_equal_eager(family: str, kernels: str, backend: str) -> None:
     """CMP-2: stages 1, 3 and 5 without a graph break; output and every gradient within 1e-6."""
     # Widths that the library's grouped product takes; the odd ones go through the loop either way.
-    config = odd.deepseek_v2(hidden_size=48, expert_size=12)
+    config = odd.MEMBERS[family](hidden_size=48, expert_size=12)
     model, dispatcher = make(config, kernels=kernels)
-    layer = model.model.layers["1"]
+    layer = model.model.layers["2"]
     data = batch(LENGTH, documents=DOCUMENTS)
     attend, experts, aggregate = (
         torch.compile(stage, fullgraph=True, dynamic=False, backend=backend)

@@ -7,8 +7,10 @@ import torch
 
 from src.compose import compose
 from src.errors import UserError
-from src.models.deepseek_v2 import LatentAttention, MoE
+from src.models.decoder_layer import MoE
+from src.models.deepseek_v2 import LatentAttention
 from src.models.layers import RMSNorm
+from src.models.qwen3_moe import GroupedAttention
 from src.models.rotary import softmax_factor
 from tests.models import odd
 from tests.models.tools import batch, gradients, make, operations
@@ -49,19 +51,43 @@ def test_trap_3_shared_experts_are_one_wide_mlp() -> None:
     assert first.up_proj.weight.shape == (config.intermediate_size, config.hidden_size)
 
 
-def test_trap_6_and_8_switches_of_other_families_are_refused_by_name() -> None:
-    """TRAP-6, TRAP-8: what this family does not honour is no key of it; all are named at once."""
-    switches = {
-        "mlp_only_layers": "[1]",
-        "decoder_sparse_step": "2",
-        "norm_topk_prob": "true",
-        "clip_qkv": "8",
-        "sliding_window": "4",
-        "moe_layer_freq": "2",
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+def test_att_4_heads_are_as_wide_as_the_config_says() -> None:
+    """ATT-4: queries are wider than the model, one gain serves all heads, and the scale is the head's."""
+    config = odd.qwen3_moe()
+    attention = GroupedAttention(config, operations(config))
+    assert attention.scale == pytest.approx(10**-0.5, rel=1e-12)
+    assert attention.q_proj.weight.shape == (60, 44)
+    assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (20, 44)
+    norms = {name: part for name, part in attention.named_modules() if isinstance(part, RMSNorm)}
+    assert {name: (part.eps, len(part.weight)) for name, part in norms.items()} == {
+        "q_norm": (1e-3, 10),
+        "k_norm": (1e-3, 10),
     }
+
+
+SWITCHES = {
+    "mlp_only_layers": "[1]",
+    "decoder_sparse_step": "2",
+    "norm_topk_prob": "true",
+    "clip_qkv": "8",
+    "sliding_window": "4",
+    "moe_layer_freq": "2",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_dense": "1",
+    "routed_scaling": "2.0",
+}
+HONOURED = {
+    "deepseek_v2": {"first_dense", "routed_scaling"},
+    "qwen3_moe": {"mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"},
+}
+
+
+@pytest.mark.parametrize("family", HONOURED)
+def test_trap_6_and_8_switches_of_other_families_are_refused_by_name(family: str) -> None:
+    """TRAP-6, TRAP-8: what a family does not honour is no key of it; all are named at once."""
+    others = {key: value for key, value in SWITCHES.items() if key not in HONOURED[family]}
     with pytest.raises(UserError) as refused:
-        compose([f"+model.{key}={value}" for key, value in switches.items()])
+        compose([f"model={family}", *(f"+model.{key}={value}" for key, value in others.items())])
     assert refused.value.code == 2
-    assert [key for key in switches if f"model.{key}" not in str(refused.value)] == []
+    assert [key for key in others if f"model.{key}" not in str(refused.value)] == []

@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from src.compose import compose
-from src.models.deepseek_v2 import DecoderLayer, LatentAttention, MoE
+from src.models.decoder_layer import DecoderLayer, MoE
+from src.models.deepseek_v2 import LatentAttention
 from tests.trainer.small import lines, run_here
 
 

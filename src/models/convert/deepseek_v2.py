@@ -1,8 +1,4 @@
-"""DeepSeek-V2 in Hugging Face's words.
-
-The tensors need no map: the release's files use our canonical names, shapes and layout (HFN), per expert. In
-memory transformers stacks the experts as we do, under other names.
-"""
+"""DeepSeek-V2 in Hugging Face's words; its files use our canonical names, shapes and layout (HFN)."""
 
 from __future__ import annotations
 
@@ -50,18 +46,8 @@ def hf_config(config: DeepseekV2Config) -> dict[str, Any]:
     }
 
 
-STACKS = {".experts.gate_up": ".experts.gate_up_proj", ".experts.down": ".experts.down_proj"}
-"""End of a stack's name here → in transformers' module; shapes and order of rows are the same (FFN-2)."""
 ROUTER = "mlp.gate"
 """The router within a decoder layer of transformers; it returns logits [T,E], weights [T,K] and ids [T,K]."""
-
-
-def hf_parameter(name: str) -> str:
-    """Name in `named_parameters()` of transformers' model, from that of ours."""
-    for ours, theirs in STACKS.items():
-        if name.endswith(ours):
-            return name.removesuffix(ours) + theirs
-    return name
 
 
 def hf_problems(config: DeepseekV2Config) -> list[Problem]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.errors import Problem
-from src.models.convert import deepseek_v2
+from src.models.convert import deepseek_v2, qwen3_moe
+from src.models.convert.stacks import hf_parameter
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,15 @@ class Conversion:
 CONVERSIONS: dict[str, Conversion] = {
     "deepseek_v2": Conversion(
         config=deepseek_v2.hf_config,
-        parameter=deepseek_v2.hf_parameter,
+        parameter=hf_parameter,
         problems=deepseek_v2.hf_problems,
         router=deepseek_v2.ROUTER,
+    ),
+    "qwen3_moe": Conversion(
+        config=qwen3_moe.hf_config,
+        parameter=hf_parameter,
+        problems=qwen3_moe.hf_problems,
+        router=qwen3_moe.ROUTER,
     ),
 }
 """Family → its conversion."""

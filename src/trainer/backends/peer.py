@@ -21,7 +21,7 @@ from src.kernels.registry import Ops
 from src.models.convert.table import CONVERSIONS, Conversion
 from src.models.counts import moe_layers
 from src.models.protocol import Balance, Balances, Batch, Dispatcher
-from src.models.schema import ModelConfig
+from src.models.schema import ModelConfig, MoeConfig
 from src.models.stage import whole
 
 INSTALL = "pip install 'transformers>=5.17,<6'"
@@ -151,7 +151,10 @@ def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str:
     Raises:
         UserError: grouped_mm was asked for by name and the widths do not allow it (3).
     """
-    widths = {"model.hidden_size": config.hidden_size, "model.expert_size": cast(Any, config).expert_size}
+    widths = {
+        "model.hidden_size": config.hidden_size,
+        "model.expert_size": cast(MoeConfig, config).expert_size,
+    }
     unit = 16 // dtype.itemsize
     odd = {key: width for key, width in widths.items() if width % unit}
     if wanted == "auto":

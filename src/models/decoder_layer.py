@@ -1,0 +1,123 @@
+"""The decoder layer of the families with routed experts: router, experts, and the layer cut in its stages.
+
+A family gives its attention, its routing rule and its shared expert, if it has one. Letters as in `protocol`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from src.kernels.registry import Ops
+from src.kernels.route import Routed
+from src.models.layers import ROUTER, Experts, ParamSpec, RMSNorm, SwiGLU
+from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
+from src.models.schema import MoeConfig
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How the K experts of a token and their weights follow from its scores; see `kernels.route`."""
+
+    groups: int = 1
+    """Groups that the experts stand in; 1 limits nothing."""
+    groups_kept: int = 1
+    """Groups that a token may choose from."""
+    renormalise: bool = False
+    """Whether the weights of a token sum to `scale`."""
+    scale: float = 1.0
+    """Factor on the weights."""
+
+
+class Router(nn.Module):
+    """Chooses K experts of each token and their weights."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
+
+    def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops) -> None:
+        super().__init__()
+        self.top_k, self.rule, self.ops = config.top_k, rule, ops
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
+        """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
+        logits_TE = self.ops.router_linear(x_TD, self.weight)
+        routed = self.route(logits_TE, None)
+        if batch.balance is None:
+            return Routing(routed.ids_TK, routed.weights_TK)
+        ids_TK = batch.balance.choose(routed.ids_TK)
+        if ids_TK is not routed.ids_TK:
+            routed = self.route(logits_TE, ids_TK)
+        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
+        return Routing(ids_TK, weights_TK)
+
+    def route(self, logits_TE: Tensor, ids_TK: Tensor | None) -> Routed:
+        """Scores, choice and weights as the rule says; the choice is `ids_TK` if given."""
+        rule = self.rule
+        routed: Routed = self.ops.route(
+            logits_TE,
+            self.top_k,
+            groups=rule.groups,
+            groups_kept=rule.groups_kept,
+            renormalise=rule.renormalise,
+            scale=rule.scale,
+            ids_TK=ids_TK,
+        )
+        return routed
+
+
+class MoE(nn.Module):
+    """Routed experts, and a shared one that reads the same normed input."""
+
+    def __init__(
+        self, config: MoeConfig, experts: range, ops: Ops, rule: RoutingRule, shared: SwiGLU | None = None
+    ) -> None:
+        """`experts` are the global ids of those held here."""
+        super().__init__()
+        self.gate = Router(config, rule, ops)
+        self.experts = Experts(len(experts), config.hidden_size, config.expert_size, ops)
+        self.shared_experts = shared
+
+
+class DecoderLayer(nn.Module):
+    """x += attention(norm x); x += ffn(norm x), in the stages of `protocol.Layer`."""
+
+    def __init__(self, config: MoeConfig, attention: nn.Module, mlp: MoE | SwiGLU, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.is_moe = isinstance(mlp, MoE)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = mlp
+
+    def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
+        """Stage 1: attention, the shared experts and the choice of experts."""
+        residual_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), batch)
+        tokens_TD = self.post_attention_layernorm(residual_TD)
+        if not isinstance(self.mlp, MoE):
+            return tokens_TD, None, Carry(residual_TD)
+        routing = self.mlp.gate(tokens_TD, batch)
+        if self.mlp.shared_experts is not None:
+            residual_TD = residual_TD + self.mlp.shared_experts(tokens_TD)
+        return tokens_TD, routing, Carry(residual_TD)
+
+    def experts(self, rows_RD: Tensor, counts_E: Tensor | None) -> Tensor:
+        """Stage 3: the experts held here, or the dense FFN."""
+        out_RD: Tensor
+        out_RD = self.mlp.experts(rows_RD, counts_E) if isinstance(self.mlp, MoE) else self.mlp(rows_RD)
+        return out_RD
+
+    def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
+        """Stage 5: residual + Σ_k weight·row."""
+        if routing is None:
+            return carry.residual_TD + rows
+        out_TD: Tensor = self.ops.combine(rows, routing.weights_TK, carry.residual_TD)
+        return out_TD
+
+    def forward(self, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
+        """The five stages back to back, [T,D] → [T,D]."""
+        return run_layer(self, hidden_TD, batch, dispatcher)
