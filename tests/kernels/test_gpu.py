@@ -199,7 +199,7 @@ def test_op_9_split_router_is_as_exact_as_fp32(weights: torch.dtype) -> None:
     assert [t.dtype for t in ours] == [torch.float32, torch.bfloat16, weights]
     for index, (found, usual, want) in enumerate(zip(ours, plain, exact, strict=True)):
         error, limit = relative(found, want), 2 * relative(usual, want)
-        assert error <= limit + 1e-6, (index, error, limit)
+        assert error <= max(limit, 5e-6), (index, error, limit)
 
 
 def test_att_2_real_rope_equals_the_complex_one() -> None:
