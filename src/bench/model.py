@@ -102,14 +102,20 @@ class Bench:
         if not peers:
             self._each(case, ours, None, done)
         for theirs in peers:
-            name = f"{case}-peer-{theirs.backend.compile}"
-            with (
-                self._surviving(case),
-                self._warm(theirs, name, theirs.backend.name) as peer,
-                self._floor.leaving(peer),
-            ):
-                self._each(case, ours, peer, done)
+            self._against(case, ours, theirs, done)
             compare.collect(self._runtime.device)
+
+    def _against(
+        self, case: str, ours: Sequence[Config], theirs: Config, done: Callable[[list[Result]], None]
+    ) -> None:
+        """One form of the peer; no name holds it when the next one is built."""
+        name = f"{case}-peer-{theirs.backend.compile}"
+        with (
+            self._surviving(case),
+            self._warm(theirs, name, theirs.backend.name) as peer,
+            self._floor.leaving(peer),
+        ):
+            self._each(case, ours, peer, done)
 
     def _each(
         self, case: str, ours: Sequence[Config], peer: Side | None, done: Callable[[list[Result]], None]

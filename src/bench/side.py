@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,6 +146,7 @@ class Side:
 @contextmanager
 def opened(config: Config, runtime: Runtime, directory: Path, name: str) -> Iterator[Side]:
     """A side whose reader thread runs while the body does."""
+    shutil.rmtree(directory, ignore_errors=True)  # Against another form of the peer it was here before.
     (directory / "control").mkdir(parents=True)
     run = build(config, directory, 1, runtime, StopRequest(directory / "control"))
     with Loader(config, run.data, runtime.data_coordinate, config.mesh.data_ranks, 0) as loader:

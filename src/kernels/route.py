@@ -64,7 +64,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest of each row, ties to the lowest; what is taken is taken out by its index.
 
     `topk` promises no order among equals, `argmax` the first. A stable sort gives the same on CPU in the same
-    time, but as part of a compiled layer it takes a minute to compile for 128 experts.
+    time, but as part of a compiled layer one of 128 scores did not compile within a minute (LOG.md).
     """
     places_E = torch.arange(x.shape[-1], device=x.device)
     found = []

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from src.models.counts import flops_per_token
 from src.trainer.state import Run
+from src.trainer.step_time import StepTime
 
 SCHEMA = 1
 WARM_UP_STEPS = 2
@@ -42,8 +43,7 @@ class StepRecord:
     """int64 [MoE layers of the whole model, E]: rows this rank's layers sent to each expert."""
     lr: float
     epoch: int
-    step_time: float
-    """Seconds."""
+    step_time: StepTime
     data_time: float
     """Seconds that the step waited for data (LOAD-3)."""
 
@@ -114,7 +114,8 @@ class Metrics:
         norm, skipped, _, _, tokens = shared
         run.tokens_total += int(tokens)
         warm = record.step > self._first_step + WARM_UP_STEPS
-        speed = tokens / record.step_time if warm else None
+        seconds = record.step_time.seconds
+        speed = tokens / seconds if warm else None
         layers = max(1, len(self._moe_layers))
         return {
             "schema": SCHEMA,
@@ -131,7 +132,7 @@ class Metrics:
             "samples_total": record.step * config.global_batch_size,
             "epoch": record.epoch,
             "skipped": bool(skipped),
-            "step_time": record.step_time,
+            "step_time": seconds,
             "data_time": record.data_time,
             "tokens_per_s": speed,
             "mfu": self._mfu(speed),

@@ -15,16 +15,16 @@ from src.trainer.lr_schedule import learning_rate
 from src.trainer.metrics import StepRecord
 from src.trainer.optimizer import clip_factor
 from src.trainer.state import Run
+from src.trainer.step_time import StepTime
 
 
 def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple[StepRecord, bool]:
     """Run one step and return its record, and whether all ranks are to stop because one was asked to.
 
     All micro-batches are fetched first, so the global count of target tokens is known before the first
-    forward (ENG-4). Nothing waits for the kernels of this step (ENG-8); its time is the host's, which a GPU
-    holds back to that of the step before.
+    forward (ENG-4). Nothing waits for the kernels of this step (ENG-8).
     """
-    started = time.perf_counter()
+    started, step_time = time.perf_counter(), StepTime(run.runtime.device)
     batch = loader.step(run.step)
     data_time = time.perf_counter() - started
     for callback in callbacks:
@@ -39,6 +39,7 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
     run.backend.finish_step(skip)
     run.step += 1
     stop = run.agreement.reached(totals[2])
+    step_time.stop()
     record = StepRecord(
         step=run.step,
         sums=torch.stack([sums.loss.double(), sums.aux.double(), sums.z.double()]),
@@ -46,7 +47,7 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
         counts=sums.counts,
         lr=lr,
         epoch=batch.epoch,
-        step_time=time.perf_counter() - started,
+        step_time=step_time,
         data_time=data_time,
     )
     return record, stop
