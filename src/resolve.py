@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from src.config import Config
+from src.models.hf import fill
+from src.models.schema import HfConfig
 from src.trainer.data import keys
 from src.trainer.parallel import layout
 
@@ -19,6 +21,9 @@ def resolve(config: Config, devices: int = 1) -> Config:
     """
     config = copy.deepcopy(config)
     _resolve_paths(config)
+    if isinstance(config.model, HfConfig):
+        config.model.path = _absolute(config.model.path)
+        fill(config.model)
     if config.model.vocab_size is None:
         config.model.vocab_size = keys.vocab_size(config)
     if config.mesh.spec == "auto":

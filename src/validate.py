@@ -8,7 +8,8 @@ from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
-from src.models.schema import DeepseekV2Config, ModelConfig, Qwen3MoeConfig
+from src.models.hf import is_windowed
+from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, Qwen3MoeConfig
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -219,6 +220,9 @@ def _deepseek(m: DeepseekV2Config) -> Rows:
 def _backend(config: Config) -> Iterator[Problem]:
     """What transformers owns is chosen by its keys, what we own by ours; neither passes unread."""
     if config.backend.name != "transformers":
+        if isinstance(config.model, HfConfig):
+            message = f"hf is a model of transformers, which backend={config.backend.name} does not build"
+            yield Problem("model", message, "backend=transformers", "backend")
         for key in ("attn_implementation", "experts_implementation"):
             value = getattr(config.backend, key)
             if value != "auto":
@@ -231,12 +235,27 @@ def _backend(config: Config) -> Iterator[Problem]:
             message = f"{value} is ours; backend=transformers computes this by its own code"
             fix = f"type backend.{key}_implementation= instead"
             yield Problem(f"kernels.{operation}", message, fix, "backend")
+    if isinstance(config.model, HfConfig):
+        yield from _local_model(config, config.model)
+        return
     conversion = CONVERSIONS.get(config.model.family)
     if conversion is None:
         message = f"the family {config.model.family} has no conversion to transformers"
         yield Problem("backend", message, f"model={' or model='.join(CONVERSIONS)}", "backend")
     else:
         yield from conversion.problems(config.model)
+
+
+def _local_model(config: Config, model: HfConfig) -> Iterator[Problem]:
+    """What a model that we know from its description only cannot do."""
+    from src.trainer.data.synthetic import is_dense  # It takes numpy with it.
+
+    if config.balance.kind != "none" or config.balance.z_loss:
+        message = f"{config.balance.kind}, but the routers of {model.path} are transformers' own"
+        yield Problem("balance", message, "balance=none balance.z_loss=0", "backend")
+    if is_windowed(model.path) and not is_dense(config):
+        message = f"layers of {model.path} see a window, which the mask of packed samples would open"
+        yield Problem("data.packing", message, "samples that are full documents, or another model", "backend")
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from src.models import hf
 
 if TYPE_CHECKING:
-    from src.models.schema import DeepseekV2Config, ModelConfig, MoeConfig, Qwen3MoeConfig
+    from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, MoeConfig, Qwen3MoeConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -33,6 +35,8 @@ class Entry:
 
 def parameters(config: ModelConfig) -> Shapes:
     """Unsharded shape of each parameter of the whole model, in the order of the forward pass."""
+    if config.family == "hf":
+        return hf.shapes(cast("HfConfig", config))
     D = config.hidden_size
     shapes: Shapes = {"model.embed_tokens.weight": (vocabulary(config), D)}
     for index in range(config.num_layers):
@@ -48,7 +52,7 @@ def canonical(config: ModelConfig) -> dict[str, Entry]:
     """Canonical name → entry, for every tensor of a checkpoint of this model (CKPT-1)."""
     entries: dict[str, Entry] = {}
     for name, shape in parameters(config).items():
-        if is_expert_stack(name):
+        if is_expert_stack(name) and config.family != "hf":  # There the stacks are transformers' own.
             entries |= _unstack(name, shape)
         else:
             entries[name] = Entry(name, None, None, shape)
@@ -173,4 +177,5 @@ _LAYERS: dict[str, Callable[..., Shapes]] = {
 _IS_MOE: dict[str, Callable[..., bool]] = {
     "deepseek_v2": _after_first_dense,
     "qwen3_moe": _by_list_or_step,
+    "hf": lambda config, index: False,  # Its routers are its own; nothing of ours looks at them.
 }

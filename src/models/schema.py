@@ -128,5 +128,28 @@ class Qwen3MoeConfig(MoeConfig):
     """Divide a token's routing weights by their sum."""
 
 
-FAMILIES: dict[str, type[ModelConfig]] = {"deepseek_v2": DeepseekV2Config, "qwen3_moe": Qwen3MoeConfig}
+@dataclass
+class HfConfig(ModelConfig):
+    """A causal language model of transformers, described by a directory; for backend=transformers.
+
+    All but the path is read from its `config.json`.
+    """
+
+    path: str = "???"
+    """Directory with `config.json`, and with weights to start from if it has some."""
+    num_heads: int = 0
+    """Query heads."""
+    head_dim: int = 0
+    """Width of a head."""
+    top_k: int = 0
+    """Experts that a token visits; 0 in a dense model."""
+    content: str | None = None
+    """Digest of description and weight files, which are part of what a run is."""
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "deepseek_v2": DeepseekV2Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "hf": HfConfig,
+}
 """The config class that `model.family` names (CFG-9)."""

@@ -1,6 +1,6 @@
 """transformers' causal language model in the place of ours: the same calls, none of our layers.
 
-Imported only when `backend=transformers` is chosen, and transformers itself only in `load_package`.
+Imported only when `backend=transformers` is chosen, and transformers itself only by `load_package`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -18,51 +17,40 @@ from torch import Tensor, nn
 from src.errors import Problem, UserError
 from src.kernels.dtypes import widen
 from src.kernels.registry import Ops
+from src.models import hf
 from src.models.convert.table import CONVERSIONS, Conversion
 from src.models.counts import moe_layers
+from src.models.hf import load_package
 from src.models.protocol import Balance, Balances, Batch, Dispatcher
-from src.models.schema import ModelConfig, MoeConfig
+from src.models.schema import HfConfig, ModelConfig, MoeConfig
 from src.models.stage import whole
-
-INSTALL = "pip install 'transformers>=5.17,<6'"
-
-
-def load_package() -> Any:
-    """The module `transformers`.
-
-    Raises:
-        UserError: it is not installed, or cannot be imported (3).
-    """
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        message = f"transformers needs a package that cannot be imported: {error}"
-        raise UserError([Problem("backend", message, INSTALL, rule="backend")], code=3) from error
 
 
 class Peer(nn.Module):
     """transformers' decoder and head on this rank; `named_parameters()` are those of its own model."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, dtype: torch.dtype, attention: str, experts: str
+        self, config: ModelConfig, ops: Ops, dtype: torch.dtype, attention: str, experts: str | None
     ) -> None:
         """`dtype` is that of activations."""
         super().__init__()
-        package, self.conversion = load_package(), conversion_of(config)
-        settings = self.conversion.config(config)
-        causal_lm = package.AutoModelForCausalLM.from_config(
-            package.AutoConfig.for_model(**settings),
-            dtype=torch.float32,
-            attn_implementation=attention,
-            experts_implementation=experts,
-        )
+        package = load_package()
+        chosen = {} if experts is None else {"experts_implementation": experts}
+        try:
+            causal_lm = package.AutoModelForCausalLM.from_config(
+                settings_for(package, config), dtype=torch.float32, attn_implementation=attention, **chosen
+            )
+        except ValueError as error:
+            raise UserError([Problem("backend", f"transformers: {error}", rule="REG-2")], code=3) from error
+        causal_lm.eval()  # Dropout and noise in routers would draw numbers that depend on the mesh.
         self.config, self.ops, self.stage = config, ops, whole(config)
         self._dtype = dtype
         self.is_watched = True
         """Whether balance sees the routers, by hooks; those would break a compiled graph."""
         self.attention, self.experts, self.version = attention, experts, str(package.__version__)
-        self.model: Any = causal_lm.model
-        self.lm_head: Any = causal_lm.lm_head
+        parts = hf.parts(causal_lm)
+        self.model: Any = parts[0]
+        self.lm_head: Any = parts[1]
 
     def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
         """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
@@ -93,6 +81,8 @@ class Peer(nn.Module):
         """After memory was given: tie again, and compute tables anew by transformers' own rule (TRAP-7)."""
         if self.config.tie_embeddings:  # Memory is given to each module's parameter apart.
             self.lm_head.weight = self.model.embed_tokens.weight
+        if isinstance(self.config, HfConfig):  # Its tables come with its weights.
+            return
         for parameter in self.parameters():
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         for module in self.model.modules():
@@ -115,11 +105,12 @@ class Peer(nn.Module):
     @contextmanager
     def _watched(self, balances: Balances | None) -> Iterator[None]:
         """Let the balancer see every router's output for one forward, and put its term into the weights."""
-        if balances is None:
+        layers = moe_layers(self.config)
+        if balances is None or not layers:
             yield
             return
-        layers = moe_layers(self.config)
-        routers = [self.model.layers[index].get_submodule(self.conversion.router) for index in layers]
+        router = conversion_of(self.config).router
+        routers = [self.model.layers[index].get_submodule(router) for index in layers]
         handles = [
             router.register_forward_hook(partial(_balanced, balances.at(index)))
             for index, router in zip(layers, routers, strict=True)
@@ -140,17 +131,28 @@ def _balanced(
     return logits_TE, balance.apply(logits_TE, scores_TE, ids_TK, weights_TK), ids_TK
 
 
+def settings_for(package: Any, config: ModelConfig) -> Any:
+    """transformers' config of this architecture."""
+    if isinstance(config, HfConfig):
+        return hf.settings_of(package, config.path)
+    return package.AutoConfig.for_model(**conversion_of(config).config(config))
+
+
 def conversion_of(config: ModelConfig) -> Conversion:
     """The conversion of a family that has one; composition refuses the others."""
     return CONVERSIONS[config.family]
 
 
-def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str:
+def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
     """The implementation that runs: `auto` is grouped_mm where its rows are whole 16-byte blocks, else eager.
+
+    A model of a directory keeps transformers' own default under `auto`, which is None.
 
     Raises:
         UserError: grouped_mm was asked for by name and the widths do not allow it (3).
     """
+    if isinstance(config, HfConfig):
+        return None if wanted == "auto" else wanted
     widths = {
         "model.hidden_size": config.hidden_size,
         "model.expert_size": cast(MoeConfig, config).expert_size,

@@ -46,7 +46,7 @@ def shard(
         for path, part in layer.named_modules(prefix=f"model.layers.{name}"):
             own = [specs[f"{path}.{n}"] for n, _ in part.named_parameters(recurse=False)]
             if any(spec.expert for spec in own):
-                make_unit(part, experts, precision)
+                make_unit(part, experts, precision, stacks=True)
             elif precision.is_mixed and any(spec.wide for spec in own):
                 make_unit(part, dense, replace(precision, compute=precision.parameters))
         make_unit(layer, dense, precision)
@@ -58,8 +58,8 @@ def shard(
     set_flags(model, last=False)
 
 
-def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
-    """One FSDP2 unit: what it holds is gathered, cast and reduced together.
+def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision, stacks: bool = False) -> None:
+    """One FSDP2 unit: what it holds is gathered, cast and reduced together; `stacks` hold our experts.
 
     What goes in is not cast: activations come in the right dtype, and 1/N_tok or a routing weight in bf16
     would be off by up to 1/256.
@@ -75,7 +75,7 @@ def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None
         module,
         mesh=mesh,
         reshard_after_forward=False,
-        shard_placement_fn=placement(mesh.size(mesh.ndim - 1)),
+        shard_placement_fn=placement(mesh.size(mesh.ndim - 1), stacks),
         mp_policy=policy,
     )
     sum_only(module)
@@ -90,12 +90,12 @@ def sum_only(module: nn.Module) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
-def placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
+def placement(size: int, stacks: bool) -> Callable[[nn.Parameter], Shard | None]:
     """Which dimension to cut: the first if it divides, else a stack's second if that does, else the first."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        stack = parameter.dim() == 3
+        stack = stacks and parameter.dim() == 3
         if stack and parameter.shape[0] % size and parameter.shape[1] % size == 0:
             return Shard(1)
         return Shard(0)
