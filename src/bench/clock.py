@@ -46,10 +46,11 @@ def time_calls(call: Callable[[], object], count: int, device: torch.device) -> 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Both ceilings, on random data: zeros draw less power and run faster."""
     side, size, dtype = SIZES[device.type]
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    draws = torch.Generator(device).manual_seed(0)
+    a, b = (torch.empty(side, side, device=device, dtype=dtype).normal_(generator=draws) for _ in range(2))
     product = torch.empty_like(a)
     flops = 2 * side**3 / _median_ms(lambda: torch.mm(a, b, out=product), device)
-    source = torch.randint(0, 256, (size,), device=device, dtype=torch.uint8)
+    source = torch.empty(size, device=device, dtype=torch.uint8).random_(0, 256, generator=draws)
     target = torch.empty_like(source)
     copied = 2 * size / _median_ms(lambda: target.copy_(source), device)
     return Ceilings(gemm_tflops=flops / 1e9, copy_gbs=copied / 1e6)

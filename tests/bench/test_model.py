@@ -31,6 +31,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return rest
 
 
+@pytest.mark.slow
 def test_bench_7_a_line_a_side_with_every_field(lines: list[dict[str, Any]]) -> None:
     """BENCH-7: both sides, each of the schema; the ratio stands with ours and names the peer."""
     assert [record.side(line) for line in lines] == ["native", "transformers"]
@@ -42,6 +43,7 @@ def test_bench_7_a_line_a_side_with_every_field(lines: list[dict[str, Any]]) -> 
     assert ours["ratio"]["speed"] == pytest.approx(peer["step_ms"]["median"] / ours["step_ms"]["median"])
 
 
+@pytest.mark.slow
 def test_bench_3_both_sides_start_alike_and_are_timed_as_often(lines: list[dict[str, Any]]) -> None:
     """BENCH-2, BENCH-3: one first loss; blocks times steps of values, whose quantiles lie in order."""
     ours, peer = lines
@@ -53,6 +55,7 @@ def test_bench_3_both_sides_start_alike_and_are_timed_as_often(lines: list[dict[
         assert line["tokens_per_s"] == pytest.approx(128e3 / step["median"])
 
 
+@pytest.mark.slow
 def test_bench_4_shares_are_whole(lines: list[dict[str, Any]]) -> None:
     """BENCH-4: the groups make up the time, products and head among them."""
     for line in lines:
@@ -60,6 +63,7 @@ def test_bench_4_shares_are_whole(lines: list[dict[str, Any]]) -> None:
         assert min(line["share"]["dense"], line["share"]["head"], line["share"]["optimizer"]) > 0
 
 
+@pytest.mark.slow
 def test_bench_7_the_documents_table_has_a_row_a_line(
     lines: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +77,7 @@ def test_bench_7_the_documents_table_has_a_row_a_line(
     assert all(f"{line['step_ms']['median']:.1f}" in row for line, row in zip(lines, rows[2:], strict=True))
 
 
+@pytest.mark.slow
 def test_bench_7_mutations_are_named(lines: list[dict[str, Any]]) -> None:
     """BENCH-7: a field that is missing, unknown, or of another type is found where it is."""
     wrong = copy.deepcopy(lines[0])

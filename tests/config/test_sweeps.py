@@ -44,6 +44,7 @@ def by_hydra(job: list[str]) -> Config:
         return finish(typed(loader.load_configuration("train", job, RunMode.RUN, from_shell=False)))
 
 
+@pytest.mark.slow
 def test_each_job_is_as_if_composed_alone() -> None:
     """SWEEP-1: whatever jobs share, in either order, none sees the values of another."""
     with config_loader() as loader:

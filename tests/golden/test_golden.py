@@ -12,7 +12,9 @@ from tests.golden.curve import STEPS, curves, path
 LIMIT = 1e-9
 
 
-@pytest.mark.parametrize(("spec", "axes"), [("single", {}), ("pp2ep2", {"pp": 2, "ep": 2})])
+@pytest.mark.parametrize(
+    ("spec", "axes"), [("single", {}), pytest.param("pp2ep2", {"pp": 2, "ep": 2}, marks=pytest.mark.slow)]
+)
 def test_curves(spec: str, axes: dict[str, int]) -> None:
     """Loss, auxiliary value and norm of twelve steps in fp64 within 1e-9 of the files."""
     ranks = 1

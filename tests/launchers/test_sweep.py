@@ -214,6 +214,7 @@ def test_sweep_of_six(checkout: Path, tmp_path: Path) -> None:
     assert text.count("| done ") == 6
 
 
+@pytest.mark.slow
 def test_a_sweep_after_an_edit_of_code(start: Start, tmp_path: Path, checkout: Path) -> None:
     """SWEEP-8, RUN-8: each job says what differs and starts as `<job>.2`; typed again, all are done."""
     words = ["seed=0,1", "max_steps=2"]
