@@ -124,13 +124,19 @@ def meet(place: Place, config: Config, attempt: int) -> Meeting:
     return Meeting(place.first_host, port, place.node, place.nodes, seconds(config.launcher.timeout))
 
 
+def allotted() -> int:
+    """Cores of this node's ranks: what Slurm gave their task, also where it binds nobody to them."""
+    told = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return min(cores(), int(told)) if told.isdigit() and int(told) else cores()
+
+
 def node_environment(config: Config, ranks: int, meeting: Meeting | None) -> Environment:
     """The variables of this node's ranks (ENV-3)."""
     setting = Setting(
         config=config,
         platform=find_machine(config).platform,
         ranks=ranks,
-        cores=cores(),
+        cores=allotted(),
         cache=cache_root(config)[0],
         meeting=None if meeting is None else meeting.address,
     )

@@ -260,9 +260,10 @@ def _sum_text(ranks: list[RankMemory]) -> str:
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:
     cache = Path(config.paths.cache or "unprobed")
-    setting = Setting(
-        config, machine.platform, ranks=spread(config, machine.platform).ranks, cores=cores(), cache=cache
-    )
+    ranks, launcher = spread(config, machine.platform).ranks, config.launcher
+    # On a scheduler's node are the cores that the job asks for, not those of this machine.
+    given = (launcher.cpus_per_task or ranks) if launcher.name == "slurm" else cores()
+    setting = Setting(config, machine.platform, ranks=ranks, cores=given, cache=cache)
     listed = rank_environment(setting, os.environ).json()
     return {
         name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")

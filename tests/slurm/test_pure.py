@@ -19,6 +19,7 @@ from src.compose import compose
 from src.config import Config
 from src.errors import UserError
 from src.launchers import batch, flags, places, scheduler, slurm
+from src.launchers import node as agent
 from src.launchers.hostlist import expand
 from src.launchers.launch import Launch
 from src.launchers.outcome import codes_of_nodes, first_failure
@@ -450,3 +451,26 @@ def test_launchers_that_do_not_fit(
 
     assert main([*words, "data=synthetic"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "threads"), [("1", 1, "1"), ("4", 2, "2"), ("64", 1, "8"), (None, 2, "4"), ("", 1, "8")]
+)
+def test_env_threads_are_those_of_the_allocation(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, ranks: int, threads: str
+) -> None:
+    """ENV: a job that asked for one core of eight does not start eight threads, which would spin on it."""
+    monkeypatch.setattr(agent, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if told is not None:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", told)
+    assert agent.node_environment(made(), ranks, None).values["OMP_NUM_THREADS"] == threads
+
+
+def test_plan_1_threads_of_a_job_are_not_those_of_the_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.launchers.plan.cores", lambda: 96)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for words, threads in (([], "1"), (["launcher.cpus_per_task=6"], "6"), (["mesh=ep2"], "1")):
+        plan = make_plan(made(*words), words)
+        assert plan.env["OMP_NUM_THREADS"] == threads
