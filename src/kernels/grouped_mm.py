@@ -56,7 +56,7 @@ def library_rows_cuda(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
     rows, width = y_NM.shape
     if rows:
         programs = (rows + TAIL_ROWS - 1) // TAIL_ROWS
-        tail_kernel[(programs,)](y_NM, offs_E, offs_E.shape[0], rows, width, ROWS=TAIL_ROWS, BLOCK=1024)
+        tail_kernel[(programs,)](y_NM, offs_E, offs_E.shape[0], rows, WIDTH=width, ROWS=TAIL_ROWS, BLOCK=1024)
     return y_NM
 
 

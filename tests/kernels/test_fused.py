@@ -57,7 +57,7 @@ for end in (0, 3, 64, 65, 130):
     y = torch.full((130, 40), float("nan"))
     y[:end] = 1.0
     offs = torch.tensor([0, min(end, 2), end], dtype=torch.int32)
-    tail_kernel[(3,)](y, offs, 3, 130, 40, ROWS=64, BLOCK=16)
+    tail_kernel[(3,)](y, offs, 3, 130, WIDTH=40, ROWS=64, BLOCK=16)
     assert torch.equal(y, torch.cat((torch.ones(end, 40), torch.zeros(130 - end, 40)))), end
 """
 
