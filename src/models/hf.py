@@ -1,7 +1,8 @@
 """A causal language model that transformers builds from a directory: what we must know of it.
 
 `model=hf model.path=DIR` describes the architecture by `DIR/config.json` alone. Numbers that plans, metrics
-and meshes need are read from there, without torch; names and shapes come from transformers by `shapes`.
+and meshes need come from there as transformers reads it, for what the file leaves out is the class's default:
+a window, or a tied head. So this family alone imports transformers where a run is composed.
 """
 
 from __future__ import annotations
@@ -66,14 +67,18 @@ _NAMES = {
 
 
 def description(path: str) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """What `config.json` says, and the defaults of its class for what it does not."""
     try:
-        found = json.loads((Path(path) / "config.json").read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
+        return _description(path, (Path(path) / "config.json").read_text())
+    except (OSError, UnicodeDecodeError) as error:
         message = f"{path}/config.json cannot be read: {error}"
         raise UserError([Problem("model.path", message, "a directory with config.json", "CFG-7")]) from error
+
+
+@cache
+def _description(path: str, text: str) -> dict[str, Any]:
+    """Asked of transformers once for each content."""
+    found: dict[str, Any] = settings_of(load_package(), path).to_dict()
     return found
 
 
@@ -139,4 +144,4 @@ def settings_of(package: Any, path: str) -> Any:
         return package.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         message = f"transformers cannot read {path}: {error}"
-        raise UserError([Problem("model.path", message, rule="backend")], code=3) from error
+        raise UserError([Problem("model.path", message, "a model that it knows", "backend")]) from error

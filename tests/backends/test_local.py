@@ -147,6 +147,29 @@ def test_windows_are_refused_with_packed_samples(tmp_path: Path) -> None:
     assert config_of(tmp_path, "data.rule=uniform").model.num_layers == 3
 
 
+SHORT = {
+    **{"vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 6},
+    **{"num_key_value_heads": 2, "intermediate_size": 44},
+}
+
+
+def test_what_a_description_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
+    """Mistral's window and Gemma's tied head need not stand in the file to be there."""
+    for kind in ("mistral", "gemma"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, **SHORT}))
+    with pytest.raises(UserError, match="see a window"):
+        config_of(tmp_path / "mistral")
+    (tmp_path / "mistral" / "config.json").write_text("{no json")
+    with pytest.raises(UserError, match="transformers cannot read") as caught:
+        config_of(tmp_path / "mistral")
+    assert caught.value.code == 2
+    config = config_of(tmp_path / "gemma")
+    assert config.model.tie_embeddings
+    backend = backend_class("transformers").build(config, start(config))
+    assert "lm_head.weight" not in backend.parameters
+
+
 def test_a_head_that_does_more_than_a_product_is_refused(tmp_path: Path) -> None:
     """Gemma 2 caps its logits, which our loss would not."""
     sizes = SIZES | {"head_dim": 10, "query_pre_attn_scalar": 10, "layer_types": ["full_attention"] * 3}

@@ -179,7 +179,13 @@ def test_every_mesh_composes_or_is_refused_by_a_rule(model: str, tmp_path: Path)
     """CFG-12: model x mesh x schedule; a refusal names its rule and what to type."""
     words = [f"model={model}"]
     if model == "hf":
-        told = {"vocab_size": 8192, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+        told = {
+            "model_type": "llama",
+            "vocab_size": 8192,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
         (tmp_path / "config.json").write_text(json.dumps(told))
         words += [f"model.path={tmp_path}", "backend=transformers", "balance=none"]
     config = compose(words).config
