@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -46,15 +47,31 @@ def fill(model: HfConfig) -> None:
     if missing:
         message = f"{model.path}/config.json does not say {', '.join(missing)}"
         raise UserError([Problem("model.path", message, "the directory of a causal language model", "CFG-7")])
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    wanted |= {
+        "num_experts": next((int(told[name]) for name in experts if told.get(name)), 0),
+        "top_k": int(told.get("num_experts_per_tok") or 0),
+        "head_dim": int(told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]),
+        "context": int(told.get("max_position_embeddings") or HfConfig().context),
+        "rms_norm_eps": float(told.get("rms_norm_eps") or HfConfig().rms_norm_eps),
+        "tie_embeddings": bool(told.get("tie_word_embeddings", False)),
+    }
+    problems = list(_contradicted(model, wanted))
+    if problems:
+        raise UserError(problems)
     for key, value in wanted.items():
         setattr(model, key, value)
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    model.num_experts = next((int(told[name]) for name in experts if told.get(name)), 0)
-    model.top_k = int(told.get("num_experts_per_tok") or 0)
-    model.head_dim = int(told.get("head_dim") or model.hidden_size // model.num_heads)
-    model.context = int(told.get("max_position_embeddings") or model.context)
-    model.tie_embeddings = bool(told.get("tie_word_embeddings", False))
     model.content = digest(Path(model.path))
+
+
+def _contradicted(model: HfConfig, told: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that were set to something else than the directory says; they would be lost unseen."""
+    untouched = HfConfig()
+    for key, value in told.items():
+        given = getattr(model, key)
+        if given not in (value, getattr(untouched, key)):
+            message = f"{given}, but {model.path}/config.json says {value}"
+            yield Problem(f"model.{key}", message, f"leave model.{key} out, or change the file", "CFG-7")
 
 
 _NAMES = {

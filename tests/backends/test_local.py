@@ -130,6 +130,7 @@ def test_a_step_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
         (["balance=sequence"], "balance=none"),
         (["model.path=nowhere"], "config.json cannot be read"),
         (["mesh=ep2"], "experts are not divided"),
+        (["model.hidden_size=128"], "128, but"),
     ],
 )
 def test_what_it_cannot_be_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
