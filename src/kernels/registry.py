@@ -46,6 +46,7 @@ class Ops:
     rope: Callable[..., Any]
     latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
+    linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device

@@ -10,6 +10,7 @@ from src.kernels import (
     combine,
     grouped_mm,
     latent_heads,
+    linear,
     linear_cross_entropy,
     permute,
     rms_norm,
@@ -34,6 +35,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "rope": rope.IMPLEMENTATIONS,
     "latent_heads": latent_heads.IMPLEMENTATIONS,
     "router_linear": router_linear.IMPLEMENTATIONS,
+    "linear": linear.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
     "adamw": adamw.IMPLEMENTATIONS,
 }

@@ -10,7 +10,7 @@ from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
 from src.models.layers import ParamSpec, param_specs
 from src.models.schema import ModelConfig
-from src.models.stage import Stage, whole
+from src.models.stage import Holding, Stage, alone, whole
 
 FAMILIES = {
     "deepseek_v2": "src.models.deepseek_v2:DeepseekV2",
@@ -18,12 +18,12 @@ FAMILIES = {
 }
 
 
-def build(config: ModelConfig, stage: Stage, ops: Ops) -> CausalLM[Any]:
-    """The stage of the model, its parameters allocated and not filled; works under `torch.device("meta")`.
+def build(config: ModelConfig, holding: Holding, ops: Ops) -> CausalLM[Any]:
+    """What a rank holds of the model, its parameters allocated and not filled; works under a meta device.
 
     Raises `ValueError` if `vocab_size` is still null.
     """
-    return _family(config)(config, stage, ops)
+    return _family(config)(config, holding, ops)
 
 
 def needs(config: ModelConfig) -> dict[str, Need]:
@@ -37,4 +37,15 @@ def _family(config: ModelConfig) -> type[CausalLM[Any]]:
     return family
 
 
-__all__ = ["FAMILIES", "CausalLM", "ParamSpec", "Stage", "build", "needs", "param_specs", "whole"]
+__all__ = [
+    "FAMILIES",
+    "CausalLM",
+    "Holding",
+    "ParamSpec",
+    "Stage",
+    "alone",
+    "build",
+    "needs",
+    "param_specs",
+    "whole",
+]

@@ -16,38 +16,38 @@ from src.models.layers import Embedding, Linear, RMSNorm, Rotary
 from src.models.names import vocabulary
 from src.models.protocol import Batch, Dispatcher
 from src.models.schema import ModelConfig
-from src.models.stage import Stage
+from src.models.stage import Holding, Stage
 
 C = TypeVar("C", bound=ModelConfig)
 
 
 class Decoder(nn.Module):
-    """The parts that a stage holds: embedding, layers by global number, final norm."""
+    """The parts that a rank holds: embedding, layers by global number, final norm."""
 
-    def __init__(self, config: ModelConfig, stage: Stage, layers: dict[str, nn.Module], ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, holding: Holding, layers: dict[str, nn.Module], ops: Ops) -> None:
         super().__init__()
-        if stage.first:
+        if holding.first:
             self.embed_tokens = Embedding(vocabulary(config), config.hidden_size)
         self.layers = nn.ModuleDict(layers)
-        if stage.last:
+        if holding.last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
 
 class CausalLM(nn.Module, Generic[C]):
-    """One stage of a causal language model; `named_parameters()` gives the names of `names.parameters`.
+    """What a rank holds of a causal language model; `named_parameters()` gives names of `names.parameters`.
 
-    Raises `ValueError` if embedding and head are tied but the stage holds one of them only.
+    Raises `ValueError` if embedding and head are tied but only one of them is held.
     """
 
-    def __init__(self, config: C, stage: Stage, ops: Ops) -> None:
+    def __init__(self, config: C, holding: Holding, ops: Ops) -> None:
         super().__init__()
-        if config.tie_embeddings and stage.first != stage.last:
-            raise ValueError("tie_embeddings=true needs embedding and head on one stage: set mesh.pp=1")
-        self.config, self.stage, self.ops = config, stage, ops
-        layers = {str(index): self.layer(index, stage.experts, ops) for index in stage.layers}
-        self.model = Decoder(config, stage, layers, ops)
-        if stage.last:
-            self.lm_head = Linear(config.hidden_size, vocabulary(config))
+        if config.tie_embeddings and holding.first != holding.last:
+            raise ValueError("tie_embeddings=true needs embedding and head on one rank: set mesh.pp=1")
+        self.config, self.holding, self.ops = config, holding, ops
+        layers = {str(index): self.layer(index, holding.experts, ops) for index in holding.layers}
+        self.model = Decoder(config, holding, layers, ops)
+        if holding.last:
+            self.lm_head = Linear(config.hidden_size, vocabulary(config), ops)
             if config.tie_embeddings:
                 self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -60,13 +60,18 @@ class CausalLM(nn.Module, Generic[C]):
     def needs(config: C) -> dict[str, Need]:
         """What the family asks of the operations whose implementations differ in ability (REG-2)."""
 
-    def forward(self, x: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
-        """Ids int64 [B,S] on the first stage, else hidden [B,S,D] → hidden [B,S,D], normed on the last."""
-        hidden_TD: Tensor = (self.model.embed_tokens(x) if self.stage.first else x).flatten(0, 1)
-        for name, layer in self.model.layers.items():
-            seen = batch.at(int(name)) if layer.is_moe else batch
-            hidden_TD = layer(hidden_TD, seen, dispatcher)
-        if self.stage.last:
+    def forward(self, x: Tensor, batch: Batch, dispatcher: Dispatcher, stage: Stage | None = None) -> Tensor:
+        """Ids int64 [B,S] on the first stage, else hidden [B,S,D] → hidden [B,S,D], normed on the last.
+
+        `stage` says which of those held; it may be left out where there is one.
+        """
+        if stage is None:
+            (stage,) = self.holding.stages
+        hidden_TD: Tensor = (self.model.embed_tokens(x) if stage.first else x).flatten(0, 1)
+        for index in stage.layers:
+            layer = self.model.layers[str(index)]
+            hidden_TD = layer(hidden_TD, batch.at(index) if layer.is_moe else batch, dispatcher)
+        if stage.last:
             hidden_TD = self.model.norm(hidden_TD)
         B, S = batch.positions_BS.shape
         return hidden_TD.view(B, S, self.config.hidden_size)

@@ -33,15 +33,15 @@ class LatentAttention(nn.Module):
         self.config, self.ops = config, ops
         self.scale = (nope + rope) ** -0.5 * softmax_factor(config.yarn)
         if config.q_lora_rank is None:
-            self.q_proj = Linear(D, H * (nope + rope))
+            self.q_proj = Linear(D, H * (nope + rope), ops)
         else:
-            self.q_a_proj = Linear(D, config.q_lora_rank, bias)
+            self.q_a_proj = Linear(D, config.q_lora_rank, ops, bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS, ops)
-            self.q_b_proj = Linear(config.q_lora_rank, H * (nope + rope))
-        self.kv_a_proj_with_mqa = Linear(D, config.kv_lora_rank + rope, bias)
+            self.q_b_proj = Linear(config.q_lora_rank, H * (nope + rope), ops)
+        self.kv_a_proj_with_mqa = Linear(D, config.kv_lora_rank + rope, ops, bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS, ops)
-        self.kv_b_proj = Linear(config.kv_lora_rank, H * (nope + value))
-        self.o_proj = Linear(H * value, D, bias)
+        self.kv_b_proj = Linear(config.kv_lora_rank, H * (nope + value), ops)
+        self.o_proj = Linear(H * value, D, ops, bias)
         self.rotary = Rotary(rope, config.rope_theta, config.yarn)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
@@ -84,14 +84,14 @@ class DeepseekV2(CausalLM[DeepseekV2Config]):
         """The decoder layer with global number `index`."""
         config = self.config
         is_moe, dense_size = is_moe_layer(config, index), config.intermediate_size
-        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
+        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size, ops)
         return DecoderLayer(config, LatentAttention(config, ops), mlp, ops)
 
     def moe(self, experts: range, ops: Ops) -> MoE:
         """The routed experts of a layer, and the shared ones as one FFN (sec. 2.2.1)."""
         config = self.config
         width = config.expert_size * config.num_shared_experts
-        shared = SwiGLU(config.hidden_size, width) if width else None
+        shared = SwiGLU(config.hidden_size, width, ops) if width else None
         return MoE(config, experts, ops, routing_rule(config), shared)
 
     @staticmethod

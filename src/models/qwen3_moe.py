@@ -26,10 +26,10 @@ class GroupedAttention(nn.Module):
         D, H, G, C = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.config, self.ops = config, ops
         self.scale = C**-0.5
-        self.q_proj = Linear(D, H * C, config.attention_bias)
-        self.k_proj = Linear(D, G * C, config.attention_bias)
-        self.v_proj = Linear(D, G * C, config.attention_bias)
-        self.o_proj = Linear(H * C, D, config.attention_bias)
+        self.q_proj = Linear(D, H * C, ops, config.attention_bias)
+        self.k_proj = Linear(D, G * C, ops, config.attention_bias)
+        self.v_proj = Linear(D, G * C, ops, config.attention_bias)
+        self.o_proj = Linear(H * C, D, ops, config.attention_bias)
         self.q_norm = RMSNorm(C, config.rms_norm_eps, ops)
         self.k_norm = RMSNorm(C, config.rms_norm_eps, ops)
         self.rotary = Rotary(C, config.rope_theta, YarnConfig())
@@ -59,7 +59,7 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
         """The decoder layer with global number `index`."""
         config = self.config
         is_moe, dense_size = is_moe_layer(config, index), config.intermediate_size
-        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size)
+        mlp = self.moe(experts, ops) if is_moe else SwiGLU(config.hidden_size, dense_size, ops)
         return DecoderLayer(config, GroupedAttention(config, ops), mlp, ops)
 
     def moe(self, experts: range, ops: Ops) -> MoE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from src.models.build import Stage, build, param_specs, whole
+from src.models.build import Stage, alone, build, param_specs, whole
 from src.models.names import canonical, parameters
 from tests.models import odd
 from tests.models.tools import by_canonical_name, make, operations, view
@@ -56,13 +56,13 @@ def test_ffn_2_gate_rows_come_first_in_the_stack() -> None:
 
 def test_trap_5_a_stage_keeps_global_numbers_and_its_share_of_experts() -> None:
     config = odd.deepseek_v2()
-    stage = Stage(range(1, 3), first=False, last=True, experts=range(5, 10))
+    stage = alone(Stage(range(1, 3), first=False, last=True), range(5, 10))
     names = {name: tuple(p.shape) for name, p in build(config, stage, operations(config)).named_parameters()}
     everything = parameters(config)
     expected = {name for name in everything if not name.startswith(("model.layers.0.", "model.embed_tokens"))}
     assert set(names) == expected
     assert names["model.layers.2.mlp.experts.gate_up"] == (5, 18, 45)
-    dense = build(config, Stage(range(1), first=True, last=False, experts=range(15)), operations(config))
+    dense = build(config, alone(Stage(range(1), first=True, last=False), range(15)), operations(config))
     assert "model.layers.0.mlp.gate_proj.weight" in dict(dense.named_parameters())
 
 
@@ -87,4 +87,4 @@ def test_what_cannot_be_built_is_refused() -> None:
         parameters(odd.deepseek_v2(vocab_size=None))
     config = odd.deepseek_v2(tie_embeddings=True)
     with pytest.raises(ValueError, match=r"mesh\.pp=1"):
-        build(config, Stage(range(2), first=True, last=False, experts=range(15)), operations(config))
+        build(config, alone(Stage(range(2), first=True, last=False), range(15)), operations(config))

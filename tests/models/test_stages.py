@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import src.models
-from src.models.build import Stage, build, whole
+from src.models.build import Stage, alone, build, whole
 from src.models.counts import moe_layers
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Batch, Carry, Routing
@@ -136,7 +136,7 @@ def test_three_pipeline_stages_equal_the_whole(family: str) -> None:
     want = model(ids, batch(LENGTH), dispatcher)
     x = ids
     for index in range(3):
-        stage = Stage(range(index, index + 1), index == 0, index == 2, range(config.num_experts))
+        stage = alone(Stage(range(index, index + 1), index == 0, index == 2), range(config.num_experts))
         part = build(config, stage, operations(config))
         part.load_state_dict(model.state_dict(), strict=False)
         part.reset_buffers(CPU)

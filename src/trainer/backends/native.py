@@ -145,7 +145,7 @@ class NativeBackend:
 
         def forward(index: int, received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
-            return self._model.loss(hidden, moved.labels_BS, one) if self._model.stage.last else hidden
+            return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
 
         total = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
@@ -159,7 +159,7 @@ class NativeBackend:
 
         def forward(index: int, received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
-            return self._model.logits(hidden) if self._model.stage.last else hidden
+            return self._model.logits(hidden) if self._model.holding.last else hidden
 
         found = self._executor.infer(forward, self._example(ids_BS))
         self._forget()
@@ -182,13 +182,13 @@ class NativeBackend:
         held = self.parameters if tensors is None else tensors
         if tensors is None and self._masters is not None:
             self._masters.touch()  # Who asks may write to them, as a load does.
-        return local_entries(self._canonical(), self.parameters, held, self._model.stage.experts)
+        return local_entries(self._canonical(), self.parameters, held, self._model.holding.experts)
 
     def extra_state(self) -> dict[str, Tensor]:
         """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
         if self._config.balance.kind != "global_batch_lagged":
             return {}
-        mine = set(self._model.stage.layers)
+        mine = set(self._model.holding.layers)
         rows = zip(self.moe_layers, self._balancer.lagged_ME, strict=True)
         return {f"balance.load.{layer}": row for layer, row in rows if layer in mine}
 
@@ -228,7 +228,7 @@ class NativeBackend:
             return
         for layer in self._model.model.layers.values():
             layer.compile(fullgraph=True, dynamic=False)
-        if self._model.stage.last:
+        if self._model.holding.last:
             self._model.model.norm.compile(fullgraph=True, dynamic=False)
 
     def _example(self, ids_BS: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class _Step:
         balances = self._balancer.bind(micro_batch, self._n_tokens)
         into = micro_batch.ids_BS if received is None else received
         hidden: Tensor = self._model(into, model_batch(micro_batch, balances), self._dispatcher)
-        if not self._model.stage.last:
+        if not self._model.holding.last:
             return hidden
         loss = self._model.loss(hidden, micro_batch.labels_BS, self._scale)
         self.loss = self.loss + loss.detach()

@@ -43,7 +43,7 @@ class Peer(nn.Module):
         except ValueError as error:
             raise UserError([Problem("backend", f"transformers: {error}", rule="REG-2")], code=3) from error
         causal_lm.eval()  # Dropout and noise in routers would draw numbers that depend on the mesh.
-        self.config, self.ops, self.stage = config, ops, whole(config)
+        self.config, self.ops, self.holding = config, ops, whole(config)
         self._dtype = dtype
         self.is_watched = True
         """Whether balance sees the routers, by hooks; those would break a compiled graph."""

@@ -8,7 +8,7 @@ import torch
 
 from src.config import Config
 from src.kernels.registry import Ops
-from src.models.build import CausalLM, Stage, build, param_specs
+from src.models.build import CausalLM, Holding, Stage, build, param_specs
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Dispatcher
 from src.trainer.parallel import layout
@@ -28,7 +28,7 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     """
     sharded = is_sharded(runtime)
     with torch.device("meta") if sharded else runtime.device:
-        model = build(config.model, stage_of(config, runtime), ops)
+        model = build(config.model, holding_of(config, runtime), ops)
     if sharded:
         model.to(precision.parameters)
         shard(model, param_specs(model), runtime, precision)
@@ -41,12 +41,13 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     return model
 
 
-def stage_of(config: Config, runtime: Runtime) -> Stage:
+def holding_of(config: Config, runtime: Runtime) -> Holding:
     """Layers and experts that this rank holds."""
-    stages, place = layout.stage_count(config), runtime.place
-    layers = layout.split_layers(config.model.num_layers, stages)[place.pp]
-    experts = layout.expert_block(config.model.num_experts, config.mesh.ep, place.ep)
-    return Stage(layers=layers, first=place.pp == 0, last=place.pp == stages - 1, experts=experts)
+    count, place = layout.stage_count(config), runtime.place
+    layers = layout.split_layers(config.model.num_layers, count)
+    mine = layout.stages_of(config, place.pp)
+    stages = tuple(Stage(layers[s], first=s == 0, last=s == count - 1) for s in mine)
+    return Holding(stages, layout.expert_block(config.model.num_experts, config.mesh.ep, place.ep))
 
 
 def make_dispatcher(experts: int, runtime: Runtime, ops: Ops) -> Dispatcher:

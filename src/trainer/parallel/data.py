@@ -50,7 +50,7 @@ def shard(
             elif precision.is_mixed and any(spec.wide for spec in own):
                 make_unit(part, dense, replace(precision, compute=precision.parameters))
         make_unit(layer, dense, precision)
-    if model.stage.first and not model.config.tie_embeddings:
+    if model.holding.first and not model.config.tie_embeddings:
         make_unit(model.model.embed_tokens, dense, precision)
     make_unit(model, dense, precision)
     for method in ("loss", "logits"):

@@ -60,6 +60,21 @@ def stage_count(config: Config) -> int:
     return config.mesh.pp * config.pipeline.stages_per_rank
 
 
+IN_V = ("zbv", "dualpipev")
+"""Schedules under which a rank holds a stage on the way down and its mirror image on the way up."""
+
+
+def stages_of(config: Config, rank: int) -> tuple[int, ...]:
+    """Stages of a pipeline rank, in the order in which a micro-batch passes them (ENG-14).
+
+    In a V, rank r has r and 2P-1-r, so that the first holds both ends; else r, P + r, 2P + r and so on.
+    """
+    ranks = config.mesh.pp
+    if config.pipeline.schedule in IN_V and ranks > 1:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(range(rank, stage_count(config), ranks))
+
+
 def split_layers(layers: int, stages: int) -> list[range]:
     """Layers of each stage: contiguous, sizes differ by at most 1, the larger ones inside first (ENG-14).
 
