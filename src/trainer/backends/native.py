@@ -20,7 +20,6 @@ from src.kernels.registry import Ops, resolve
 from src.models.build import CausalLM, ParamSpec, needs, param_specs
 from src.models.counts import moe_layers
 from src.models.names import Entry, canonical
-from src.models.protocol import Dispatcher
 from src.trainer.backends.base import Sums
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.data.synthetic import is_dense
@@ -33,6 +32,7 @@ from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
 from src.trainer.parallel.pipeline.adapter import reduce_gradients
 from src.trainer.parallel.pipeline.executor import make_executor
+from src.trainer.parallel.pipeline.program import Plain, Work
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
@@ -95,19 +95,21 @@ class NativeBackend:
             n_tokens: int64 device scalar, labels of the global batch (ENG-4).
         """
         tally = self._balancer.start()
-        step = _Step(self._model, batch, n_tokens, self._balancer, self._dispatcher, self._runtime.device)
+        device, stages = self._runtime.device, layout.stages_of(self._config, self._runtime.place.pp)
+        work = Work([to_device(m, device) for m in batch.micro_batches], n_tokens, self._balancer)
+        program = Plain(self._model, stages, self._dispatcher, work)
         each, last = (_nothing, self._reduce)
         if self._config.pipeline.reduce == "micro_batch":
             each, last = last, each
         self._refresh()
 
-        def after(index: int) -> None:
+        def after() -> None:
             self._collect()
             each()
 
-        self._executor.run(step.forward, after, last)
+        self._executor.run(program, after, last)
         self._counts = tally.counts_ME
-        return Sums(step.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
+        return Sums(work.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
         """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
@@ -143,7 +145,7 @@ class NativeBackend:
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
-        def forward(index: int, received: Tensor | None) -> Tensor:
+        def forward(received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
             return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
 
@@ -157,7 +159,7 @@ class NativeBackend:
         moved = plain_batch(ids_BS.to(self._runtime.device))
         self._refresh()
 
-        def forward(index: int, received: Tensor | None) -> Tensor:
+        def forward(received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
             return self._model.logits(hidden) if self._model.holding.last else hidden
 
@@ -259,37 +261,6 @@ class NativeBackend:
         """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""
         if self._sharded:
             reduce_gradients(self._model)
-
-
-class _Step:
-    """The micro-batches of one step and what their forwards gather."""
-
-    def __init__(
-        self,
-        model: CausalLM[Any],
-        batch: StepBatch,
-        n_tokens: Tensor,
-        balancer: Balancer,
-        dispatcher: Dispatcher,
-        device: torch.device,
-    ) -> None:
-        self._model, self._balancer, self._dispatcher = model, balancer, dispatcher
-        self._batches = [to_device(m, device) for m in batch.micro_batches]
-        self._n_tokens = n_tokens
-        self._scale = n_tokens.to(balancer.tally.aux.dtype).reciprocal()
-        self.loss = torch.zeros_like(self._scale)
-
-    def forward(self, index: int, received: Tensor | None) -> Tensor:
-        """Activation of this stage, or the micro-batch's Σ CE / N_tok on the last one."""
-        micro_batch = self._batches[index]
-        balances = self._balancer.bind(micro_batch, self._n_tokens)
-        into = micro_batch.ids_BS if received is None else received
-        hidden: Tensor = self._model(into, model_batch(micro_batch, balances), self._dispatcher)
-        if not self._model.holding.last:
-            return hidden
-        loss = self._model.loss(hidden, micro_batch.labels_BS, self._scale)
-        self.loss = self.loss + loss.detach()
-        return loss
 
 
 def _nothing() -> None:
