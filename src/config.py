@@ -58,8 +58,8 @@ class PipelineConfig:
     overlap: bool = False
     """Run one micro-batch's forward against another's backward; only dualpipev will take it."""
     program: str = choice("auto", "plain", "staged")
-    """`plain` runs the layers of a stage under one graph, `staged` communication and products apart; `auto` is
-    staged with pp above 1 or with recompute."""
+    """`plain` runs a stage's layers under one graph, `staged` runs communication and products apart; `auto`
+    is staged with pp above 1 or with recompute."""
     reduce: str = choice("auto", "step", "micro_batch")
     """When gradients are reduced: once a step (`step`; `auto` too), or after each micro-batch for memory."""
 
