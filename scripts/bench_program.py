@@ -2,9 +2,9 @@
 
     python scripts/bench_program.py blocks=5 steps=5 model=deepseek_v2 max_steps=1000
 
-What is not `blocks`, `steps` or `warmup` is an override for all of them, as for train.py. Prints a line for each:
-median milliseconds a step, the ratio to plain in this process, the loss of the last step, which is the same for
-all, and on a GPU the peak of allocated memory. How far plain lies from itself stands at the end.
+What is not `blocks`, `steps` or `warmup` is an override for all of them, as for train.py. Prints for each the
+median milliseconds a step, the ratio to plain in this process, the loss of the last step, which is the same
+for all, and on a GPU the peak of allocated memory. How far plain lies from itself stands at the end.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ def report(sides: Sequence[Side]) -> None:
         ratios = [a / b for a, b in zip(side.medians, plain.medians, strict=True)]
         ratio = sorted(ratios)[len(ratios) // 2]
         peak = f"  peak {side.peak['allocated'] / 2**30:.2f} GiB" if side.peak else ""
-        print(
-            f"{side.name:<8} {side.median:9.2f} ms a step  {ratio:.3f} of plain  loss {side.loss(-1):.6f}{peak}"
-        )
+        times = f"{side.median:9.2f} ms a step  {ratio:.3f} of plain"
+        print(f"{side.name:<8} {times}  loss {side.loss(-1):.6f}{peak}")
     versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     print(f"plain against itself: {spread(plain.medians):.1%} between blocks; {versions}")
 
