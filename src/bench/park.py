@@ -117,8 +117,8 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 def _pinned(size: int) -> Tensor:
     """Host memory of exactly `size` bytes; torch's own pinned memory comes in powers of two.
 
-    Writing it first lets all threads find the pages, which takes pinning many times as long. It is unpinned when
-    it goes: CUDA fails later, and elsewhere, if pages that it holds are given to somebody else.
+    Writing it first lets all threads find the pages, which takes pinning many times as long. It is unpinned
+    when it goes: CUDA fails later, and elsewhere, if pages that it holds are given to somebody else.
     """
     slab = torch.empty(size, dtype=torch.uint8).fill_(0)
     if size and torch.cuda.is_available():
