@@ -31,7 +31,7 @@ def documents() -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.bfloat16, 6e-3)])
 def test_blocks_add_up(dtype: torch.dtype, limit: float) -> None:
-    """By weights exp(lse of the block - lse of all) results add up, and gradients as they are; fp32 at least."""
+    """Results add up by weights exp(lse of the block - lse of all), gradients as they are; fp32 at least."""
     q, k, v, do = inputs(dtype)
     leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]
     want, want_lse = attention(*leaves, SCALE, documents())
