@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
-from src.models.attention import attend
 from src.models.causal_lm import CausalLM
 from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
-from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU
+from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch
 from src.models.schema import Qwen3MoeConfig, YarnConfig

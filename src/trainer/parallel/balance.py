@@ -8,7 +8,7 @@ nor on the number of micro-batches. Letters: U units, T tokens, E experts, K top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,11 @@ class LayerBalance:
     """f of this layer in the last completed step."""
     ring: Ring | None
     """The ranks that share samples: f counts the rows of all, P is a rank's own share."""
+
+    def again(self) -> LayerBalance:
+        """The same hook, whose counts nobody reads."""
+        unread = Tally(*(torch.zeros_like(t) for t in (self.tally.aux, self.tally.z, self.tally.counts_ME)))
+        return replace(self, tally=unread)
 
     def choose(self, ids_TK: Tensor) -> Tensor:
         """The experts that the router chose; forced choices are refused at composition."""

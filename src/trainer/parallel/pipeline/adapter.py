@@ -154,6 +154,13 @@ def reduce_gradients(root: nn.Module) -> None:
     set_flags(root, last=False)
 
 
+def fold_gradients(root: nn.Module) -> None:
+    """Add the gradients of a backward to those before it, in the dtype of the reduction (ENG-15)."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 def settle(root: nn.Module) -> None:
     """Finish FSDP2's set-up now, not in the first forward, where it may move a shard to a padded copy."""
     from torch.distributed.fsdp import fully_shard
