@@ -32,8 +32,8 @@ class Need:
 
     features: frozenset[str] = frozenset()
     """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths), `gqa`
-    (fewer heads of keys and values than of queries), `key_blocks` (keys block by block, forward and backward,
-    by the log-sum-exp over all: context parallelism)."""
+    (fewer heads of keys and values than of queries), `context_parallel` (keys come block by block, forward and
+    backward, with the log-sum-exp over all blocks)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 

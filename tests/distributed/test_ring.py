@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+import torch
+
+from src.trainer.parallel.context import Ring
+from src.trainer.parallel.inputs import own_part, whole_labels, whole_tokens
 from src.trainer.parallel.spans import hop, spans
 from tests.distributed import world
+from tests.distributed.batches import micro_batch, samples
 from tests.distributed.ring import CASES, MUTATIONS, mutants, worst_errors
 
 VALUES, GRADIENTS = 1e-12, 1e-11
@@ -32,6 +39,21 @@ def test_spans_and_hops_cover_all_pairs(cp: int) -> None:
             assert here.nearest == (0 if step == 0 else min(q - k for q, k in met))
             pairs += seen
     assert len(set(pairs)) == len(pairs) == length * (length + 1) // 2
+
+
+def test_one_permutation_cuts_everything() -> None:
+    """PACK-5, PACK-7: put back in place, the parts are the micro-batch; counts are those of whole samples."""
+    whole = micro_batch(samples("packed12", 0)[2:5])
+    parts = [own_part(whole, cast(Ring, SimpleNamespace(size=2, rank=rank))) for rank in range(2)]
+    places = [i for rank in range(2) for span in spans(12, 2, rank) for i in span]
+    back = torch.tensor(places).argsort()
+    for name in ("ids_BS", "labels_BS", "positions_BS", "documents_BS", "real_BS"):
+        joined = torch.cat([getattr(part, name) for part in parts], 1)[:, back]
+        assert torch.equal(joined, getattr(whole, name)), name
+    for part in parts:
+        assert part.cu_seqlens is None
+        assert whole_labels(part).tolist() == (whole.labels_BS != -100).sum(1).tolist()
+        assert whole_tokens(part).tolist() == [7, 12, 12]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -96,7 +96,7 @@ class NativeBackend:
         """
         precision, wanted = precision_of(config, runtime.device), needs(config.model)
         if config.mesh.cp > 1:
-            wanted["attention"] = wanted["attention"].plus("key_blocks")
+            wanted["attention"] = wanted["attention"].plus("context_parallel")
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
         ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
