@@ -7,6 +7,7 @@ A layer is cut where communication happens: 1 attention and routing, 2 dispatch,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -62,6 +63,39 @@ class Balances(Protocol):
         ...
 
 
+Tensors = tuple[Tensor, ...]
+
+
+class Context(Protocol):
+    """The engine's attention over sequences of which this rank has a part of the positions (ENG-21)."""
+
+    def attend(
+        self,
+        q_BSHC: Tensor,
+        sent: Tensors,
+        expand: Callable[..., tuple[Tensor, Tensor]] | None,
+        weights: Tensors,
+        scale: float,
+        documents_BS: Tensor | None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of this rank's queries to the keys of all ranks, [B,S,H,U].
+
+        Args:
+            q_BSHC: queries of the S positions here; window and causality go by their places in the sample.
+            sent: what travels between the ranks, each [B,S,…]: as `expand` takes it, else keys and values.
+            expand: (*sent, *weights) → keys [B,S,G,C] and values [B,S,G,U], position by position; it must use
+                no other tensor that requires a gradient. None: keys and values travel themselves.
+            weights: parameters that `expand` uses.
+            scale: factor on the scores.
+            documents_BS: as in `Batch`.
+            window: a query sees so many keys, its own included; None: all before it.
+            sinks_H: a logit per head that joins the denominator of the softmax.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Batch:
     """Everything a layer may know about the tokens of one micro-batch."""
@@ -70,9 +104,10 @@ class Batch:
     """int64, restarting at 0 in each document (PACK-6)."""
     cu_seqlens: Tensor | None
     """int32 starts of the segments of the flattened [B*S] tokens, first 0, last B*S; None: every sample is
-    one full document, and attention takes the dense path."""
+    one full document, and attention takes the dense path, or a context has cut the segments."""
     documents_BS: Tensor | None
-    """int32 index of the segment that a position belongs to, unique within the micro-batch; None as above."""
+    """int32 index of the segment that a position belongs to, unique within the micro-batch; None: every
+    sample is one full document."""
     real_BS: Tensor | None
     """bool, False on pads; None: every token is real."""
     balances: Balances | None
@@ -81,6 +116,8 @@ class Batch:
     """That of the layer which gets the batch, from `at`."""
     ids_TK: Tensor | None = None
     """The experts that this layer's router chose in an earlier forward of the batch; None lets it choose."""
+    context: Context | None = None
+    """Attention where S is a part of the sequence; None: all positions are here."""
 
     def at(self, layer: int) -> Batch:
         """The same batch as the layer with this global index sees it; dense layers need not ask."""
@@ -136,4 +173,4 @@ def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatc
     return layer.aggregate(rows_TKD, routing, carry)
 
 
-__all__ = ["Balance", "Balances", "Batch", "Carry", "Dispatcher", "Layer", "Routing", "run_layer"]
+__all__ = ["Balance", "Balances", "Batch", "Carry", "Context", "Dispatcher", "Layer", "Routing", "run_layer"]

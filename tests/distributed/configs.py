@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from src.config import BalanceConfig, Config, KernelsConfig, MeshConfig, PipelineConfig, PrecisionConfig
 from src.models.schema import MoeConfig
-from tests.distributed.batches import BLOCK, LENGTH, SAMPLES
+from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
 Key = tuple[str, str, str]
@@ -34,7 +34,7 @@ class Case:
     @property
     def balance(self) -> str:
         """Every kind of auxiliary loss meets every mesh."""
-        if self.batch == "dense":
+        if self.batch.startswith("dense"):
             return "sequence"
         return "global_batch_lagged" if self.precision == "fp64" else "micro_batch"
 
@@ -97,6 +97,34 @@ QWEN = {
 """The other family on a few: what it adds is in its layers, which know nothing of ranks."""
 
 
+CP2 = MeshConfig("cp2", cp=2)
+CUT_BY_TWO = (
+    MeshConfig("pp2cp2", pp=2, cp=2),
+    MeshConfig("cp2ep2", cp=2, ep=2),
+    MeshConfig("dp2cp2", dp=2, cp=2),
+    MeshConfig("rep2cp2", rep=2, cp=2),
+)
+CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"))
+"""Families with batches that two context-parallel ranks can cut."""
+CONTEXT = {
+    2: [Case(CP2, "1f1b", batch, "fp64", family=family) for family, batch in CUT],
+    4: [
+        Case(mesh, "1f1b", batch, "fp64", family=family)
+        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT, strict=True)
+    ],
+}
+"""Samples whose positions lie on two ranks."""
+MORE_CONTEXT = {
+    2: [
+        *(Case(CP2, "1f1b", batch, "fp32") for _, batch in CUT),
+        Case(CP2, "1f1b", "packed12", "fp64", family="qwen3_moe"),
+        Case(CP2, "1f1b", "dense12", "fp64"),
+    ],
+    4: [Case(mesh, "gpipe", batch, "fp64", family=family) for mesh in CUT_BY_TWO for family, batch in CUT],
+}
+"""The same on every mesh with cp, in both precisions, both batches for both families."""
+
+
 def matrix(ranks: int) -> list[Case]:
     """Every case on that many ranks; the schedule says nothing where there are no stages."""
     return [
@@ -105,7 +133,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *QWEN[ranks]]
+    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *QWEN[ranks]]
 
 
 def make_config(case: Case) -> Config:
@@ -118,7 +146,7 @@ def make_config(case: Case) -> Config:
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
-        sequence_length=LENGTH,
+        sequence_length=length_of(case.batch),
         global_batch_size=SAMPLES,
         micro_batch_size=case.block,
     )

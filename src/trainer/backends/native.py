@@ -26,9 +26,10 @@ from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
+from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.init import initialise
-from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
+from src.trainer.parallel.inputs import model_batch, own_part, padded, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
 from src.trainer.parallel.pipeline.adapter import fold_gradients, reduce_gradients
 from src.trainer.parallel.pipeline.deferral import Deferral
@@ -71,7 +72,11 @@ class NativeBackend:
         self.moe_layers: list[int] = moe_layers(config.model)
         """Global indices of the layers with experts; the rows of `Sums.counts`."""
         experts, self._sums = config.model.num_experts, accumulate(precision.parameters)
-        self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, self._sums)
+        group = runtime.group("cp")
+        self._ring = None if group is None else Ring(group)
+        self._balancer = Balancer(
+            config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring
+        )
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
@@ -90,6 +95,8 @@ class NativeBackend:
             UserError: a kernel that the config names is not available here (3).
         """
         precision, wanted = precision_of(config, runtime.device), needs(config.model)
+        if config.mesh.cp > 1:
+            wanted["attention"] = wanted["attention"].plus("context_parallel")
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
         ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
@@ -108,8 +115,7 @@ class NativeBackend:
             n_tokens: int64 device scalar, labels of the global batch (ENG-4).
         """
         tally = self._balancer.start()
-        device = self._runtime.device
-        work = Work([to_device(m, device) for m in batch.micro_batches], n_tokens, self._balancer)
+        work = Work([self._place(m) for m in batch.micro_batches], n_tokens, self._balancer, self._ring)
         each, last = (_nothing, self._reduce)
         if self._config.pipeline.reduce == "micro_batch":
             each, last = last, each
@@ -162,7 +168,7 @@ class NativeBackend:
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
         """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
-        moved = to_device(micro_batch, self._runtime.device)
+        moved = self._place(micro_batch)
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
@@ -177,14 +183,17 @@ class NativeBackend:
     @torch.no_grad()
     def logits(self, ids_BS: Tensor) -> Tensor:
         """Logits [B,S,V] of full documents, on every rank; every rank calls it with the same ids."""
-        moved = plain_batch(ids_BS.to(self._runtime.device))
+        moved = self._place(plain_batch(padded(ids_BS, self._ring)))
         self._refresh()
 
         def forward(received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
-            return self._model.logits(hidden) if self._model.holding.last else hidden
+            if not self._model.holding.last:
+                return hidden
+            whole = hidden if self._ring is None else self._ring.join(hidden)
+            return self._model.logits(whole[:, : ids_BS.shape[1]])
 
-        found = self._executor.infer(forward, self._example(ids_BS))
+        found = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
         if self._config.mesh.pp == 1:
             assert found is not None
@@ -231,11 +240,15 @@ class NativeBackend:
         assert self._config.model.vocab_size is not None
         return self._config.model.vocab_size
 
+    def _place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank has of a micro-batch of its data coordinate, on the device."""
+        return own_part(to_device(micro_batch, self._runtime.device), self._ring)
+
     def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
         into = moved.ids_BS if received is None else received
         with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
-            hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
+            hidden: Tensor = self._model(into, model_batch(moved, None, self._ring), self._dispatcher)
         return hidden
 
     def _settle_compile(self) -> str:

@@ -40,7 +40,7 @@ class Capabilities:
 BACKENDS: dict[str, Capabilities] = {
     "native": Capabilities(
         path="src.trainer.backends.native:NativeBackend",
-        axes=("pp", "rep", "dp", "ep"),
+        axes=("pp", "rep", "dp", "cp", "ep"),
         schedules=("gpipe", "1f1b"),
         overlap=False,
         recompute=("none", "stage", "full"),

@@ -58,7 +58,7 @@ class Pipelined:
     ) -> None:
         group = runtime.group("pp")
         assert group is not None
-        shape = (config.micro_batch_size, config.sequence_length, config.model.hidden_size)
+        shape = (config.micro_batch_size, config.sequence_length // config.mesh.cp, config.model.hidden_size)
         example = torch.empty(shape, dtype=dtype, device=runtime.device)
         table = TABLES[config.pipeline.schedule](config.mesh.pp, micro_batches)
         self._pipeline = TorchPipeline(model, table, micro_batches, group, example)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from src.models.build import CausalLM, Stage
-from src.models.protocol import Dispatcher
+from src.models.protocol import Context, Dispatcher
 from src.trainer.data.batch import MicroBatch
 from src.trainer.parallel.balance import Balancer
 from src.trainer.parallel.inputs import model_batch
@@ -44,8 +44,16 @@ class Program(Protocol):
 class Work:
     """The micro-batches of one step and what their forwards gather."""
 
-    def __init__(self, batches: Sequence[MicroBatch], n_tokens: Tensor, balancer: Balancer) -> None:
-        """`batches` on the device; `n_tokens` int64, the labels of the global batch (ENG-4)."""
+    def __init__(
+        self,
+        batches: Sequence[MicroBatch],
+        n_tokens: Tensor,
+        balancer: Balancer,
+        context: Context | None,
+    ) -> None:
+        """`batches` on the device, `context` if they hold a part of the positions; `n_tokens` int64, the
+        labels of the global batch (ENG-4)."""
+        self.context = context
         self.batches, self.n_tokens, self.balancer = batches, n_tokens, balancer
         self.scale = n_tokens.to(balancer.tally.aux.dtype).reciprocal()
         """1 / N_tok."""
@@ -70,7 +78,9 @@ class Plain:
         leaf = None if received is None else received.detach().requires_grad_()
         balances = self._work.balancer.bind(batch, self._work.n_tokens)
         into = batch.ids_BS if leaf is None else leaf
-        out: Tensor = self._model(into, model_batch(batch, balances), self._dispatcher, part)
+        out: Tensor = self._model(
+            into, model_batch(batch, balances, self._work.context), self._dispatcher, part
+        )
         if part.last:
             out = self._model.loss(out, batch.labels_BS, self._work.scale)
             self._work.loss = self._work.loss + out.detach()

@@ -60,7 +60,8 @@ class Staged:
         """The forward, one operation at a time."""
         self._gather()
         part, batch = self._stages[stage], self._work.batches[micro_batch]
-        seen = model_batch(batch, self._work.balancer.bind(batch, self._work.n_tokens))
+        balances = self._work.balancer.bind(batch, self._work.n_tokens)
+        seen = model_batch(batch, balances, self._work.context)
         flight = self._flights[stage, micro_batch] = Flight(Tape(self._poison), received)
         values, tail = flight.inputs, self._enter(batch.ids_BS)
         if self._recompute == "full":
