@@ -36,10 +36,22 @@ class Sample:
 
 
 def samples(kind: str, step: int) -> list[Sample]:
-    """The global batch of a step: `dense` or `packed`, with the length behind it if that is another."""
+    """The global batch of a step: `dense` or `packed`, with the length behind it if that is another.
+
+    Lengths of documents that nobody listed are drawn.
+    """
     packed, size = kind.startswith("packed"), length_of(kind)
     generator = torch.Generator().manual_seed(7000 + step + (100 if packed else 0))
     return [_sample(packed, size, index, generator) for index in range(SAMPLES)]
+
+
+def _drawn(size: int, generator: torch.Generator) -> tuple[int, ...]:
+    """Documents one behind the other; the last may leave room for padding."""
+    lengths: tuple[int, ...] = ()
+    while sum(lengths) < size - 2 and len(lengths) < 5:
+        most = size - sum(lengths)
+        lengths += (int(torch.randint(1, most + 1, (), generator=generator)),)
+    return lengths
 
 
 def length_of(kind: str) -> int:
@@ -48,7 +60,9 @@ def length_of(kind: str) -> int:
 
 
 def _sample(packed: bool, size: int, index: int, generator: torch.Generator) -> Sample:
-    lengths = PACKED[size][index % len(PACKED[size])] if packed else (size,)
+    lengths = (size,)
+    if packed:
+        lengths = PACKED[size][index % len(PACKED[size])] if size in PACKED else _drawn(size, generator)
     ids_S = torch.randint(1, VOCABULARY, (size,), generator=generator)
     labels_S = torch.full((size,), -100)
     start = 0

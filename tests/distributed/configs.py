@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from src.config import BalanceConfig, Config, KernelsConfig, MeshConfig, PipelineConfig, PrecisionConfig
+from src.config import (
+    BalanceConfig,
+    Config,
+    KernelsConfig,
+    MeshConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from src.models.schema import MoeConfig
 from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
@@ -30,6 +38,10 @@ class Case:
     """Micro-batch size; another than `BLOCK` only where the auxiliary loss does not depend on it."""
     family: str = "deepseek_v2"
     """The model family."""
+    recompute: str = "none"
+    """What is computed again."""
+    model: MoeConfig | None = None
+    """Another model than the family's."""
 
     @property
     def balance(self) -> str:
@@ -39,7 +51,7 @@ class Case:
         return "global_batch_lagged" if self.precision == "fp64" else "micro_batch"
 
     def __str__(self) -> str:
-        options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}")
+        options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
         return "-".join((self.family, self.mesh.spec, *options))
 
     @property
@@ -64,6 +76,7 @@ BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
 
+SINGLE = MESHES[1][0]
 DP2, REP2, EP2, PP2 = MESHES[2]
 EXTRA = {
     2: [
@@ -139,9 +152,10 @@ def matrix(ranks: int) -> list[Case]:
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
-        model=MODELS[case.family],
+        model=case.model or MODELS[case.family],
         mesh=case.mesh,
         pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
+        recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
         precision=PrecisionConfig(name=case.precision),
