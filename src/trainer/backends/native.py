@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from src.config import Config
 from src.kernels.dtypes import accumulate
 from src.kernels.registry import Ops, resolve
-from src.models.build import CausalLM, ParamSpec, needs, param_specs
+from src.models.build import CausalLM, ParamSpec, Stage, needs, param_specs
 from src.models.counts import moe_layers
 from src.models.names import Entry, canonical
 from src.trainer.backends.base import Sums
@@ -64,6 +64,9 @@ class NativeBackend:
         self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, self._sums)
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
+        self._stages = dict(
+            zip(layout.stages_of(config, runtime.place.pp), model.holding.stages, strict=True)
+        )
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
         self._sees_routing = True
@@ -140,14 +143,14 @@ class NativeBackend:
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
-        """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
+        """Σ cross entropy of a micro-batch, a scalar; 0 where the last stage is not. Counts nothing."""
         moved = to_device(micro_batch, self._runtime.device)
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            return self._model.loss(hidden, moved.labels_BS, one) if self._stages[stage].last else hidden
 
         total = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
@@ -159,9 +162,9 @@ class NativeBackend:
         moved = plain_batch(ids_BS.to(self._runtime.device))
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            return self._model.logits(hidden) if self._model.holding.last else hidden
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            return self._model.logits(hidden) if self._stages[stage].last else hidden
 
         found = self._executor.infer(forward, self._example(ids_BS))
         self._forget()
@@ -210,11 +213,11 @@ class NativeBackend:
         assert self._config.model.vocab_size is not None
         return self._config.model.vocab_size
 
-    def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
+    def _hidden(self, moved: MicroBatch, received: Tensor | None, stage: Stage) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
         into = moved.ids_BS if received is None else received
         with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
-            hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
+            hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher, stage)
         return hidden
 
     def _settle_compile(self) -> str:
@@ -238,11 +241,11 @@ class NativeBackend:
         return torch.empty(shape, dtype=self._precision.compute, device=self._runtime.device)
 
     def _share(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """The last stage's tensor, on every stage."""
+        """The last stage's tensor, on every rank."""
         if found is None:
             found = torch.empty(shape, dtype=accumulate(self._precision.compute), device=self._runtime.device)
         tensor = found.contiguous()
-        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=self._config.mesh.pp - 1)
+        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=layout.last_rank(self._config))
         return tensor
 
     def _forget(self) -> None:
@@ -255,7 +258,8 @@ class NativeBackend:
 
     def _collect(self) -> None:
         if self._masters is not None:
-            self._masters.collect(only=self._micro_batches == 1)
+            alone = self._micro_batches == 1 and len(self._stages) == 1  # Two stages may share a tied weight.
+            self._masters.collect(only=alone)
 
     def _reduce(self) -> None:
         """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""
