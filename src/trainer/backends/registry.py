@@ -41,7 +41,7 @@ BACKENDS: dict[str, Capabilities] = {
     "native": Capabilities(
         path="src.trainer.backends.native:NativeBackend",
         axes=("pp", "rep", "dp", "ep"),
-        schedules=("gpipe", "1f1b"),
+        schedules=("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"),
         overlap=False,
         recompute=("none",),
         precision=("auto", "fp32", "fp64", "master", "bf16"),
