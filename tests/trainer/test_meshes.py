@@ -21,6 +21,7 @@ from src.config import (
     LrScheduleConfig,
     MeshConfig,
     OptimizerConfig,
+    PipelineConfig,
     PrecisionConfig,
 )
 from src.trainer.checkpoint.flat import flatten
@@ -47,7 +48,7 @@ def config(tmp_path: Path, mesh: MeshConfig, **changes: Any) -> Config:
     """
     options: dict[str, Any] = {
         "mesh": mesh,
-        "model": deepseek_v2(num_experts=20),
+        "model": deepseek_v2(num_layers=4, num_experts=20),
         "data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=160),
         "optimizer": OptimizerConfig(kind="adamw", lr=0.01, max_norm=0.3),
         "lr_schedule": LrScheduleConfig(kind="cosine", warmup=2, horizon=STEPS),
@@ -60,6 +61,8 @@ def config(tmp_path: Path, mesh: MeshConfig, **changes: Any) -> Config:
     return small_config(tmp_path, **(options | changes))
 
 
+SINGLE = MeshConfig("single")
+PP2 = MeshConfig("pp2", pp=2)
 PP2EP2 = MeshConfig("pp2ep2", pp=2, ep=2)
 REP2DP2 = MeshConfig("rep2dp2", rep=2, dp=2)
 
@@ -80,13 +83,16 @@ def run_on_ranks(config: Config, directory: Path, attempt: int, stop: StopReques
 
 
 def stop_and_go_on(tmp_path: Path) -> list[bool]:
-    """Two steps on pp2ep2 until the last rank is asked to stop, the rest on replicas and shards."""
+    """Two steps on pp2ep2 until the last rank is asked to stop, the rest on replicas and shards.
+
+    In both V-shaped schedules the loss is on the first pipeline rank, in `1f1b` on the last.
+    """
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     asked = AskedOnLastRank(halves / "control", 1)
     never = StopRequest(tmp_path / "nowhere")
     return [
-        run_on_ranks(config(tmp_path, PP2EP2), whole, 1, never),
-        run_on_ranks(config(tmp_path, PP2EP2), halves, 1, asked),
+        run_on_ranks(config(tmp_path, PP2EP2, pipeline=PipelineConfig("dualpipev", 2)), whole, 1, never),
+        run_on_ranks(config(tmp_path, PP2EP2, pipeline=PipelineConfig("zbv", 2)), halves, 1, asked),
         run_on_ranks(config(tmp_path, REP2DP2), halves, 2, never),
     ]
 
@@ -124,6 +130,30 @@ def test_the_loop_is_the_same_on_every_mesh(tmp_path: Path) -> None:
             assert record == {key: value for key, value in other.items() if key != "loss"}
         for key, tensor in final(tmp_path / name).items():
             assert float((tensor - weights[key]).norm() / weights[key].norm().clamp(min=1e-12)) < LIMIT, key
+
+
+def from_v_to_loop(tmp_path: Path) -> list[bool]:
+    """Two steps under `zbv`, a third under `1f1b`."""
+    directory, v = tmp_path / "run", config(tmp_path, PP2, pipeline=PipelineConfig("zbv", 2))
+    return [
+        run_on_ranks(v, directory, 1, StopAt(directory / "control", 1)),
+        run_on_ranks(config(tmp_path, PP2), directory, 2, StopAt(directory / "control", 0)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_v_goes_on_in_a_loop(tmp_path: Path) -> None:
+    """CKPT-2: stages in a V, then in a loop, then one rank: metrics and weights of one rank alone."""
+    run_here(config(tmp_path, SINGLE), tmp_path / "single")
+    assert world.run(2, from_v_to_loop, tmp_path) == [[True, True]] * 2
+    run_here(config(tmp_path, SINGLE), tmp_path / "run", attempt=3)
+    found, expected = lines(tmp_path / "run"), lines(tmp_path / "single")
+    assert [line["attempt"] for line in found] == [1, 1, 2, 3]
+    for line, other in zip(found, expected, strict=True):
+        assert {k: line[k] for k in NEAR} == pytest.approx({k: other[k] for k in NEAR}, rel=LIMIT)
+    weights = final(tmp_path / "single")
+    for key, tensor in final(tmp_path / "run").items():
+        assert float((tensor - weights[key]).norm() / weights[key].norm().clamp(min=1e-12)) < LIMIT, key
 
 
 def twice_on_ep2(tmp_path: Path) -> None:

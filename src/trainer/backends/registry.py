@@ -22,7 +22,7 @@ class Capabilities:
     axes: tuple[str, ...]
     """Mesh axes that may exceed one."""
     schedules: tuple[str, ...]
-    """Values of `pipeline.schedule`."""
+    """Values of `pipeline.schedule`, where there are stages."""
     overlap: bool
     """Takes `pipeline.overlap=true`."""
     recompute: tuple[str, ...]

@@ -191,13 +191,14 @@ def _capabilities(config: Config) -> list[Problem]:
         if size > 1 and axis not in able.axes and axis != "tp"
     ]
     problems = [_unable(config, f"mesh.{axis}", sizes(config.mesh)[axis], ["1"]) for axis in wide]
-    choices = (
-        ("pipeline.schedule", config.pipeline.schedule, able.schedules),
+    choices = [
         ("recompute", config.recompute.name, able.recompute),
         ("precision", config.precision.name, able.precision),
         ("balance", config.balance.kind, able.balance),
         ("balance.force", config.balance.force, able.force),
-    )
+    ]
+    if config.mesh.pp > 1:
+        choices.append(("pipeline.schedule", config.pipeline.schedule, able.schedules))
     problems += [
         _unable(config, key, value, list(able_)) for key, value, able_ in choices if value not in able_
     ]
