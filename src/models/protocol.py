@@ -49,6 +49,10 @@ class Balance(Protocol):
         """
         ...
 
+    def again(self) -> Balance:
+        """The hook for a second forward of the same tokens: the same gradients, nothing counted (ENG-26)."""
+        ...
+
 
 class Balances(Protocol):
     """The balance of a micro-batch, layer by layer."""
@@ -75,10 +79,17 @@ class Batch:
     """The engine's hooks into routers; None routes without auxiliary terms or counts."""
     balance: Balance | None = None
     """That of the layer which gets the batch, from `at`."""
+    ids_TK: Tensor | None = None
+    """The experts that this layer's router chose in an earlier forward of the batch; None lets it choose."""
 
     def at(self, layer: int) -> Batch:
         """The same batch as the layer with this global index sees it; dense layers need not ask."""
         return self if self.balances is None else replace(self, balance=self.balances.at(layer))
+
+    def again(self, ids_TK: Tensor | None) -> Batch:
+        """The batch for a second forward of a layer, whose router chose `ids_TK` in the first."""
+        balance = None if self.balance is None else self.balance.again()
+        return replace(self, balance=balance, ids_TK=ids_TK)
 
 
 class Layer(Protocol):
@@ -104,6 +115,10 @@ class Dispatcher(Protocol):
 
     def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, object]:
         """Rows [R,D] ordered by (local expert, source rank, token), int32 counts [E/ep], an opaque plan."""
+        ...
+
+    def dispatch_again(self, tokens_TD: Tensor, plan: object) -> Tensor:
+        """The rows of a dispatch done before, without planning and without a look at the device (ENG-18)."""
         ...
 
     def combine(self, rows_RD: Tensor, plan: object) -> Tensor:

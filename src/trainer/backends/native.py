@@ -26,13 +26,15 @@ from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
-from src.trainer.parallel.data import is_sharded, reshard
+from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
-from src.trainer.parallel.pipeline.adapter import reduce_gradients
+from src.trainer.parallel.pipeline.adapter import fold_gradients, reduce_gradients
+from src.trainer.parallel.pipeline.deferral import Deferral
 from src.trainer.parallel.pipeline.executor import make_executor
-from src.trainer.parallel.pipeline.program import Plain, Work
+from src.trainer.parallel.pipeline.program import Plain, Program, Work
+from src.trainer.parallel.pipeline.staged import Staged
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
@@ -45,9 +47,17 @@ class NativeBackend:
     """Model, parallelism and step of one rank."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision
+        self,
+        config: Config,
+        runtime: Runtime,
+        model: CausalLM[Any],
+        ops: Ops,
+        precision: Precision,
+        deferral: Deferral | None = None,
     ) -> None:
+        """`deferral` is the one that the operations of `model` ask, if they ask one."""
         self._config, self._runtime, self._model = config, runtime, model
+        self._deferral = deferral or Deferral()
         self.ops: Ops = ops
         """The chosen implementation of each operation."""
         self._precision = precision
@@ -72,6 +82,7 @@ class NativeBackend:
         self._sees_routing = True
         self.compiled: str = self._settle_compile()
         """`none`, `layers` or `model`: what is one graph."""
+        self._staged = layout.is_staged(config)
         self._compile()
 
     @classmethod
@@ -85,8 +96,10 @@ class NativeBackend:
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
         ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
-        model = materialise(config, runtime, ops, precision)
-        backend = cls(config, runtime, model, ops, precision)
+        deferral = Deferral()
+        asking = deferral.ops(ops) if layout.defers(config) else ops
+        model = materialise(config, runtime, asking, precision)
+        backend = cls(config, runtime, model, ops, precision, deferral)
         initialise(config, backend.local_entries(), backend.specs)
         return backend
 
@@ -98,9 +111,8 @@ class NativeBackend:
             n_tokens: int64 device scalar, labels of the global batch (ENG-4).
         """
         tally = self._balancer.start()
-        device, stages = self._runtime.device, layout.stages_of(self._config, self._runtime.place.pp)
+        device = self._runtime.device
         work = Work([to_device(m, device) for m in batch.micro_batches], n_tokens, self._balancer)
-        program = Plain(self._model, stages, self._dispatcher, work)
         each, last = (_nothing, self._reduce)
         if self._config.pipeline.reduce == "micro_batch":
             each, last = last, each
@@ -110,9 +122,17 @@ class NativeBackend:
             self._collect()
             each()
 
-        self._executor.run(program, after, last)
+        self._executor.run(self._program(work), after, last)
         self._counts = tally.counts_ME
         return Sums(work.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
+
+    def _program(self, work: Work) -> Program:
+        """How the layers of this rank's stages are run."""
+        parts = (self._model, tuple(self._stages), self._dispatcher, work)
+        if not self._staged:
+            return Plain(*parts)
+        recompute, poison = self._config.recompute.name, self._config.debug.poison
+        return Staged(*parts, self._deferral, recompute, self._gather, poison)
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
         """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
@@ -232,7 +252,12 @@ class NativeBackend:
         if self.compiled == "none":
             return
         for layer in self._model.model.layers.values():
-            layer.compile(fullgraph=True, dynamic=False)
+            if self._staged:
+                for stage in ("attend", "experts", "aggregate"):
+                    compiled = torch.compile(getattr(layer, stage), fullgraph=True, dynamic=False)
+                    setattr(layer, stage, compiled)
+            else:
+                layer.compile(fullgraph=True, dynamic=False)
         if self._model.holding.last:
             self._model.model.norm.compile(fullgraph=True, dynamic=False)
 
@@ -252,14 +277,19 @@ class NativeBackend:
         if self._sharded:
             reshard(self._model)
 
+    def _gather(self) -> None:
+        if self._sharded:
+            unshard(self._model)
+
     def _refresh(self) -> None:
         if self._masters is not None:
             self._masters.refresh()
 
     def _collect(self) -> None:
         if self._masters is not None:
-            alone = self._micro_batches == 1 and len(self._stages) == 1  # Two stages may share a tied weight.
-            self._masters.collect(only=alone)
+            self._masters.collect(only=self._micro_batches == self._config.mesh.pp == 1)
+        elif self._sharded and self._staged and self._precision.is_mixed:
+            fold_gradients(self._model)
 
     def _reduce(self) -> None:
         """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""

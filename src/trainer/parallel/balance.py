@@ -8,7 +8,7 @@ nor on the number of micro-batches. Letters: U units, T tokens, E experts, K top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class LayerBalance:
     """The step's; `counts_ME` is the row of this layer, [E]."""
     lagged_E: Tensor
     """f of this layer in the last completed step."""
+
+    def again(self) -> LayerBalance:
+        """The same hook, whose counts nobody reads."""
+        unread = Tally(*(torch.zeros_like(t) for t in (self.tally.aux, self.tally.z, self.tally.counts_ME)))
+        return replace(self, tally=unread)
 
     def choose(self, ids_TK: Tensor) -> Tensor:
         """The experts that the router chose; forced choices are refused at composition."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from src.trainer.parallel.pipeline.program import Program
-from src.trainer.parallel.pipeline.schedule import Action, Kind, Table, Turn, round_size
+from src.trainer.parallel.pipeline.schedule import Action, Table, Turn, round_size
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -152,10 +152,8 @@ def to_torch(table: Table) -> dict[int, list[Any]]:
     """A table in torch's action type."""
     from torch.distributed.pipelining import schedules as s
 
-    kinds = {ours: theirs for theirs, ours in _kinds().items()}
-
     def convert(turn: Turn) -> Any:
-        parts = tuple(s._Action(a.stage, kinds[a.kind], a.micro_batch) for a in turn)
+        parts = tuple(s._Action(a.stage, s._ComputationType(a.kind), a.micro_batch) for a in turn)
         return parts[0] if len(parts) == 1 else s._Action(-1, s.OVERLAP_F_B, None, parts)
 
     return {rank: [convert(turn) for turn in turns] for rank, turns in table.items()}
@@ -177,20 +175,13 @@ def torch_table(schedule: str, ranks: int, per_rank: int, micro_batches: int) ->
         _n_microbatches=micro_batches,
         microbatches_per_round=round_size(ranks, micro_batches),
     )
-    kinds = _kinds()
 
     def convert(action: Any) -> Turn:
         parts = action.sub_actions or (action,)
-        return tuple(Action(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in parts)
+        return tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in parts)
 
     orders = {rank: kind._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)}
     return {rank: [convert(a) for a in order if a is not None] for rank, order in orders.items()}
-
-
-def _kinds() -> dict[Any, Kind]:
-    from torch.distributed.pipelining import schedules as s
-
-    return {s.FORWARD: "F", s.FULL_BACKWARD: "B", s.BACKWARD_INPUT: "I", s.BACKWARD_WEIGHT: "W"}
 
 
 def reduce_gradients(root: nn.Module) -> None:
@@ -211,6 +202,13 @@ def reduce_gradients(root: nn.Module) -> None:
             group.post_backward()
     state._root_post_backward_final_callback()
     set_flags(root, last=False)
+
+
+def fold_gradients(root: nn.Module) -> None:
+    """Add the gradients of a backward to those before it, in the dtype of the reduction (ENG-15)."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def settle(root: nn.Module) -> None:
