@@ -10,11 +10,6 @@ RESERVED: dict[str, dict[str, str]] = {
         ("deepseek_v3", "gpt_oss", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe", "dense"),
         "this family is not written yet",
     ),
-    "pipeline": {
-        "interleaved_1f1b": "one rank cannot hold several stages yet",
-        "zbv": "weight gradients cannot be deferred yet",
-        "dualpipev": "forwards and backwards cannot overlap yet",
-    },
     "backend": {
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
@@ -69,7 +64,6 @@ def check(config: Config) -> list[Problem]:
 def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
     named = [
         ("model.family", config.model.family, "model"),
-        ("pipeline.schedule", config.pipeline.schedule, "pipeline"),
         ("backend.name", config.backend.name, "backend"),
         ("kernels.name", config.kernels.name, "kernels"),
         ("launcher.name", config.launcher.name, "launcher"),

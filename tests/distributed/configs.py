@@ -14,6 +14,7 @@ from src.config import (
     RecomputeConfig,
 )
 from src.models.schema import MoeConfig
+from src.trainer.parallel.rules import STAGES_PER_RANK
 from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
@@ -72,6 +73,8 @@ MESHES = {
 }
 """Ranks → the meshes of that size."""
 SCHEDULES = ("gpipe", "1f1b")
+STAGED = ("interleaved_1f1b", "zbv", "dualpipev")
+"""With two stages a rank."""
 BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
@@ -90,16 +93,27 @@ EXTRA = {
             for schedule in SCHEDULES
             for block in (24, 12, 8)
         ),
+        *(Case(PP2, schedule, "packed", "fp64") for schedule in STAGED),
     ],
     4: [
+        Case(MeshConfig("pp2ep2", pp=2, ep=2), "dualpipev", "packed", "fp64"),
+        Case(MeshConfig("pp2dp2", pp=2, dp=2), "zbv", "packed", "fp64"),
+        *(
+            Case(mesh, schedule, batch, "fp32")
+            for mesh in MESHES[4]
+            if mesh.pp > 1
+            for schedule in STAGED
+            for batch in BATCHES
+        ),
         *(Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES),
         Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "packed", "fp64"),
         Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "dense", "fp32"),
         Case(MeshConfig("rep2dp2", rep=2, dp=2), "1f1b", "packed", "fp32"),
     ],
 }
-"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages, and
-replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
+"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages on
+two and on four ranks, and replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and
+experts' 1/2 (ENG-3)."""
 
 
 QWEN = {
@@ -154,7 +168,7 @@ def make_config(case: Case) -> Config:
     return Config(
         model=case.model or MODELS[case.family],
         mesh=case.mesh,
-        pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
+        pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from src.config import Config
 from src.kernels.dtypes import accumulate
 from src.kernels.registry import Ops, resolve
-from src.models.build import CausalLM, ParamSpec, needs, param_specs
+from src.models.build import CausalLM, ParamSpec, Stage, needs, param_specs
 from src.models.counts import moe_layers
 from src.models.names import Entry, canonical
 from src.trainer.backends.base import Sums
@@ -79,6 +79,9 @@ class NativeBackend:
         )
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
+        self._stages = dict(
+            zip(layout.stages_of(config, runtime.place.pp), model.holding.stages, strict=True)
+        )
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
         self._sees_routing = True
@@ -131,8 +134,7 @@ class NativeBackend:
 
     def _program(self, work: Work) -> Program:
         """How the layers of this rank's stages are run."""
-        stages = layout.stages_of(self._config, self._runtime.place.pp)
-        parts = (self._model, stages, self._dispatcher, work)
+        parts = (self._model, tuple(self._stages), self._dispatcher, work)
         if not self._staged:
             return Plain(*parts)
         recompute, poison = self._config.recompute.name, self._config.debug.poison
@@ -167,14 +169,14 @@ class NativeBackend:
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
-        """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
+        """Σ cross entropy of a micro-batch, a scalar; 0 where the last stage is not. Counts nothing."""
         moved = self._place(micro_batch)
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            return self._model.loss(hidden, moved.labels_BS, one) if self._stages[stage].last else hidden
 
         total = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
@@ -186,9 +188,9 @@ class NativeBackend:
         moved = self._place(plain_batch(padded(ids_BS, self._ring)))
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            if not self._model.holding.last:
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            if not self._stages[stage].last:
                 return hidden
             whole = hidden if self._ring is None else self._ring.join(hidden)
             return self._model.logits(whole[:, : ids_BS.shape[1]])
@@ -244,11 +246,11 @@ class NativeBackend:
         """What this rank has of a micro-batch of its data coordinate, on the device."""
         return own_part(to_device(micro_batch, self._runtime.device), self._ring)
 
-    def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
+    def _hidden(self, moved: MicroBatch, received: Tensor | None, stage: Stage) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
-        into = moved.ids_BS if received is None else received
+        into, batch = moved.ids_BS if received is None else received, model_batch(moved, None, self._ring)
         with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
-            hidden: Tensor = self._model(into, model_batch(moved, None, self._ring), self._dispatcher)
+            hidden: Tensor = self._model(into, batch, self._dispatcher, stage)
         return hidden
 
     def _settle_compile(self) -> str:
@@ -277,11 +279,11 @@ class NativeBackend:
         return torch.empty(shape, dtype=self._precision.compute, device=self._runtime.device)
 
     def _share(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """The last stage's tensor, on every stage."""
+        """The last stage's tensor, on every rank."""
         if found is None:
             found = torch.empty(shape, dtype=accumulate(self._precision.compute), device=self._runtime.device)
         tensor = found.contiguous()
-        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=self._config.mesh.pp - 1)
+        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=layout.last_rank(self._config))
         return tensor
 
     def _forget(self) -> None:

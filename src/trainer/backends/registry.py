@@ -22,7 +22,7 @@ class Capabilities:
     axes: tuple[str, ...]
     """Mesh axes that may exceed one."""
     schedules: tuple[str, ...]
-    """Values of `pipeline.schedule`."""
+    """Values of `pipeline.schedule`, where there are stages."""
     overlap: bool
     """Takes `pipeline.overlap=true`."""
     recompute: tuple[str, ...]
@@ -41,7 +41,7 @@ BACKENDS: dict[str, Capabilities] = {
     "native": Capabilities(
         path="src.trainer.backends.native:NativeBackend",
         axes=("pp", "rep", "dp", "cp", "ep"),
-        schedules=("gpipe", "1f1b"),
+        schedules=("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"),
         overlap=False,
         recompute=("none", "stage", "full"),
         precision=("auto", "fp32", "fp64", "master", "bf16"),
