@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from src.compose import config_digest
-from src.config import CheckpointConfig, DataConfig, EvaluationConfig, OptimizerConfig
+from src.config import BalanceConfig, CheckpointConfig, DataConfig, EvaluationConfig, OptimizerConfig
 from src.errors import UserError
 from src.trainer import step as step_module
 from src.trainer.checkpoint.flat import flatten
@@ -37,6 +37,11 @@ LOG_1 = {
     ),
     *("tokens_total", "samples_total", "skipped", "step_time", "data_time", "tokens_per_s", "mfu"),
     *("mem_peak_bytes", "bubble_s", "moe"),
+}
+EVAL_5 = {"step", "loss", "bits_per_byte", "frequencies", "pairs", "uniform", "tokens", "bytes"}
+LOAD_4 = {
+    *("step", "micro_batch", "split", "coordinate", "samples"),
+    *("ids", "labels", "positions", "cu_seqlens", "documents"),
 }
 
 
@@ -68,21 +73,6 @@ def test_metrics_have_every_key_of_log_1(tmp_path: Path) -> None:
     assert set(records[0]["moe"]["layers"]) == {"1", "2"}
 
 
-def test_eight_steps_equal_four_and_four_bitwise(tmp_path: Path) -> None:
-    """CKPT-3, ORDER-2: a stopped run goes on with the same loss, norm, rate and weights, moments included."""
-    adamw = OptimizerConfig(kind="adamw", lr=0.02)
-    config = small_config(tmp_path, optimizer=adamw, max_steps=8)
-    assert run_here(config, tmp_path / "straight") is False
-    assert run_here(config, tmp_path / "halves", stop_after=3) is True
-    assert [line["step"] for line in lines(tmp_path / "halves")] == [1, 2, 3, 4]
-    assert run_here(config, tmp_path / "halves", attempt=2) is False
-    assert trace(tmp_path / "straight") == trace(tmp_path / "halves")
-    assert {line["attempt"] for line in lines(tmp_path / "halves")} == {1, 2}
-    one = weights(tmp_path / "straight", 8, tmp_path / "a.safetensors")
-    assert any(name.endswith("::exp_avg_sq") for name in one)
-    assert same(one, weights(tmp_path / "halves", 8, tmp_path / "b.safetensors"))
-
-
 def test_a_larger_max_steps_goes_on(tmp_path: Path) -> None:
     """RUN-2, CFG-19: with a set horizon a longer run continues the same curve."""
     config = small_config(tmp_path, max_steps=6)
@@ -95,13 +85,21 @@ def test_a_larger_max_steps_goes_on(tmp_path: Path) -> None:
 
 
 def test_evaluation_and_samples_change_no_bit(tmp_path: Path) -> None:
-    """EVAL-3, SAMPLE-1, EVAL-5: the trace with evaluation is bitwise that without."""
+    """EVAL-3, SAMPLE-1, EVAL-5: trace and state with evaluation are bitwise those without."""
     heldout = EvaluationConfig(name="heldout", every=2, samples=3)
-    run_here(small_config(tmp_path), tmp_path / "without")
-    run_here(small_config(tmp_path, evaluation=heldout), tmp_path / "with")
+    options = {
+        "optimizer": OptimizerConfig(kind="adamw", lr=0.02),
+        "balance": BalanceConfig(kind="global_batch_lagged", coef=0.1),
+    }
+    run_here(small_config(tmp_path, **options), tmp_path / "without")
+    run_here(small_config(tmp_path, **options, evaluation=heldout), tmp_path / "with")
     assert trace(tmp_path / "without") == trace(tmp_path / "with")
+    one, two = (weights(tmp_path / n, 6, tmp_path / f"{n}.safetensors") for n in ("without", "with"))
+    assert any(name.startswith("extra.") for name in one)
+    assert same(one, two)
     records = lines(tmp_path / "with", "evaluation.jsonl")
     assert [r["step"] for r in records] == [0, 2, 4, 6]
+    assert all(set(r) == EVAL_5 for r in records)
     assert records[0]["loss"] == pytest.approx(math.log(97), abs=0.1)
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[0]["tokens"] == records[-1]["tokens"] > 0
@@ -197,6 +195,7 @@ def test_evaluation_batches_are_dumped_too(tmp_path: Path) -> None:
     config.debug.dump_batches = True
     run_here(config, tmp_path / "dumped")
     dumped = lines(tmp_path / "dumped", "batches/rank_00000.jsonl")
+    assert all(set(d) == LOAD_4 for d in dumped)
     places = [(d["split"], d["step"], d["micro_batch"]) for d in dumped]
     train = [("train", step, m) for step in (1, 2) for m in range(3)]
     heldout = [("heldout", step, m) for step in (0, 1, 2) for m in range(2)]
