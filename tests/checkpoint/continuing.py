@@ -27,6 +27,7 @@ from src.trainer.checkpoint.flat import flatten
 from src.trainer.data.loader import Loader
 from src.trainer.loop import build, run_steps, take_up, train
 from src.trainer.metrics import Metrics
+from src.trainer.parallel.rules import STAGES_PER_RANK
 from src.trainer.runtime import join
 from src.trainer.state import Run
 from src.trainer.stop import StopRequest
@@ -82,7 +83,7 @@ def config(root: Path, side: Side, optimizer: str, **changes: Any) -> Config:
     """Packed samples in fp64, with everything on that has a state: moments, lagged shares, warm-up."""
     options: dict[str, Any] = {
         "mesh": mesh_of(side.spec),
-        "pipeline": PipelineConfig(schedule=side.schedule),
+        "pipeline": PipelineConfig(side.schedule, STAGES_PER_RANK[side.schedule][0]),
         "model": deepseek_v2(num_experts=side.experts, num_groups=side.experts // 2, num_layers=4),
         "data": DataConfig(kind="synthetic", rule="zipf", ids=97, documents=80),
         "optimizer": OPTIMIZERS[optimizer],

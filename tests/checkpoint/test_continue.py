@@ -24,9 +24,9 @@ from tests.checkpoint.continuing import (
 from tests.checkpoint.groups import mesh_of
 from tests.distributed import world
 
-MESHES = ("single", "ep2", "ep4", "pp2", "dp2", "rep2", "pp2ep2")
+MESHES = ("single", "ep2", "ep4", "pp2", "dp2", "rep2", "cp2", "pp2ep2")
 """Every ordered pair of them is tested; a new mesh is one word here."""
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "dualpipev")
 """Of the meshes with stages."""
 UNEVEN = ("single", "ep2", "dp4", "pp2dp2")
 """With 6 experts: `dp4` puts them on four shards (ENG-2)."""
@@ -85,7 +85,7 @@ def test_a_run_goes_on_on_another_mesh_ckpt_2(tmp_path: Path) -> None:
 
     Mutations: moments or shares that start anew are noticed.
     """
-    check(tmp_path, ring([Side("single"), Side("ep4"), Side("pp2ep2")]))
+    check(tmp_path, ring([Side("single"), Side("ep4"), Side("cp2"), Side("pp2ep2", "dualpipev")]))
 
 
 @pytest.mark.slow
