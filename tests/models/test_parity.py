@@ -15,11 +15,12 @@ from torch import Tensor
 
 from src.kernels.route import Routed
 from src.models.convert.table import CONVERSIONS
+from src.models.names import Entry, canonical
 from src.models.protocol import Carry, Routing
 from src.models.rotary import softmax_factor
 from src.models.schema import MoeConfig, YarnConfig
 from tests.models import odd
-from tests.models.tools import batch, by_canonical_name, make, relative
+from tests.models.tools import batch, by_canonical_name, make, relative, view
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -30,6 +31,7 @@ LIMITS = {"logits": 1e-5, "loss": 1e-6, "gradient": 2e-5}
 CLASSES = {
     "deepseek_v2": transformers.DeepseekV2ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+    "gpt_oss": transformers.GptOssForCausalLM,
 }
 
 Change = Callable[[Any], None]
@@ -57,6 +59,12 @@ SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3_moe", "tied head"): {"tie_embeddings": True},
     ("qwen3_moe", "attention bias"): {"attention_bias": True},
     ("qwen3_moe", "a key head each"): {"num_kv_heads": 6},
+    ("gpt_oss", "odd"): {},
+    ("gpt_oss", "window of the whole sample"): {"sliding_window": LENGTH},
+    ("gpt_oss", "no attention bias"): {"attention_bias": False},
+    ("gpt_oss", "truncation"): {"yarn": replace(odd.gpt_oss().yarn, truncate=True)},
+    ("gpt_oss", "a key head each"): {"num_kv_heads": 6},
+    ("gpt_oss", "tied head"): {"tie_embeddings": True},
 }
 """Family and switch → what is changed in its odd member; with the step, layer 1 stays dense by the list."""
 Peers = Callable[[str, str], Mine]
@@ -103,19 +111,22 @@ def theirs(config: MoeConfig, path: Path) -> Mine:
     logits_BSV = peer(ids_BS, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     loss.backward()
-    stacks = {".experts.gate_up_proj": ".experts.gate_up", ".experts.down_proj": ".experts.down"}
-    grads: dict[str, Tensor] = {}
-    for name, parameter in peer.named_parameters():
-        for old, new in stacks.items():
-            name = name.replace(old, new)
-        grads[name] = parameter.grad
-    return Mine(logits_BSV.detach(), loss.detach(), by_canonical_name(config, grads))
+    named = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    grads = {name: view(entry, named) for name, entry in peer_entries(config).items()}
+    return Mine(logits_BSV.detach(), loss.detach(), grads)
+
+
+def peer_entries(config: MoeConfig) -> dict[str, Entry]:
+    """Canonical name → where transformers' model holds it."""
+    return {name: CONVERSIONS[config.family].entry(entry) for name, entry in canonical(config).items()}
 
 
 def load_peer(config: MoeConfig, path: Path) -> Any:
     """transformers' model from a checkpoint written by name; nothing missing, nothing unexpected."""
     model, _ = make(config)
     weights = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
+    if config.family == "gpt_oss":  # It reads and writes its stacks as it holds them.
+        weights = stacked(config, weights)
     safetensors.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(CONVERSIONS[config.family].config(config)))
     peer, info = CLASSES[config.family].from_pretrained(
@@ -128,6 +139,18 @@ def load_peer(config: MoeConfig, path: Path) -> Any:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return peer
+
+
+def stacked(config: MoeConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights under the names and in the layout of transformers' own parameters."""
+    with torch.device("meta"):
+        peer = CLASSES[config.family](
+            transformers.AutoConfig.for_model(**CONVERSIONS[config.family].config(config))
+        )
+    tensors = {name: torch.full(p.shape, torch.nan) for name, p in peer.named_parameters()}
+    for name, entry in peer_entries(config).items():
+        view(entry, tensors).copy_(weights[name])
+    return tensors
 
 
 def errors(mine: Mine, peer: Mine) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""gpt-oss in Hugging Face's words; its stacks are transposed, with rows of gate and up in turn (HFN, FFN-2)."""
+"""gpt-oss in Hugging Face's words; stacks are transposed there, gate and up in turn (HFN, FFN-2)."""
 
 from __future__ import annotations
 
