@@ -14,6 +14,7 @@ Key = tuple[str, str, str]
 MODELS: dict[str, MoeConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
+    "gpt_oss": odd.gpt_oss(num_layers=4, num_experts=10),
 }
 
 
@@ -89,12 +90,13 @@ EXTRA = {
 replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
 
 
-QWEN = {
-    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family="qwen3_moe")],
-    2: [Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)],
-    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family="qwen3_moe") for batch in BATCHES],
+OTHERS = ("qwen3_moe", "gpt_oss")
+FAMILIES = {
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in OTHERS],
+    2: [Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)],
+    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES],
 }
-"""The other family on a few: what it adds is in its layers, which know nothing of ranks."""
+"""The other families on a few: what they add is in their layers, which know nothing of ranks."""
 
 
 def matrix(ranks: int) -> list[Case]:
@@ -105,7 +107,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *QWEN[ranks]]
+    ] + [*EXTRA.get(ranks, []), *FAMILIES[ranks]]
 
 
 def make_config(case: Case) -> Config:
