@@ -152,7 +152,7 @@ class GptOssConfig(MoeConfig):
     """Keys that a query of an even layer (counted from 0) sees at most, its own included."""
     rope_theta: float = 150000.0
     """Base of the rotary frequencies."""
-    yarn: YarnConfig = field(default_factory=lambda: YarnConfig(truncate=False))
+    yarn: YarnConfig = field(default_factory=YarnConfig)
     swiglu_limit: float = 7.0
     """Bound of the experts' gate from above, and of their up projection on both sides."""
     swiglu_alpha: float = 1.702

@@ -94,9 +94,15 @@ OTHERS = ("qwen3_moe", "gpt_oss")
 FAMILIES = {
     1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in OTHERS],
     2: [Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)],
-    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES],
+    4: [
+        *(Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES),
+        Case(MeshConfig("dp4", dp=4), "1f1b", "packed", "fp64", family="gpt_oss"),
+    ],
 }
-"""The other families on a few: what they add is in their layers, which know nothing of ranks."""
+"""The other families on a few: what they add is in their layers, which know nothing of ranks.
+
+On dp4 stacks of 10 experts are cut inside, and their biases between experts (ENG-2).
+"""
 
 
 def matrix(ranks: int) -> list[Case]:

@@ -52,6 +52,8 @@ class Peer(nn.Module):
         parts = hf.parts(causal_lm)
         self.model: Any = parts[0]
         self.lm_head: Any = parts[1]
+        for router in self._routers().values():
+            router.register_forward_pre_hook(_widened)
 
     def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
         """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
@@ -90,6 +92,14 @@ class Peer(nn.Module):
             if next(module.buffers(recurse=False), None) is not None:
                 self.model._init_weights(module)
 
+    def _routers(self) -> dict[int, nn.Module]:
+        """By the global index of their layers; those of a directory's model are not known."""
+        layers = moe_layers(self.config)
+        if not layers:
+            return {}
+        router = conversion_of(self.config).router
+        return {index: self.model.layers[index].get_submodule(router) for index in layers}
+
     def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor] | None:
         """None where samples are full documents, else who sees whom as this attention reads it.
 
@@ -122,21 +132,23 @@ class Peer(nn.Module):
     @contextmanager
     def _watched(self, balances: Balances | None) -> Iterator[None]:
         """Let the balancer see every router's output for one forward, and put its term into the weights."""
-        layers = moe_layers(self.config)
-        if balances is None or not layers:
+        if balances is None:
             yield
             return
-        router = conversion_of(self.config).router
-        routers = [self.model.layers[index].get_submodule(router) for index in layers]
         handles = [
             router.register_forward_hook(partial(_balanced, balances.at(index)))
-            for index, router in zip(layers, routers, strict=True)
+            for index, router in self._routers().items()
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _widened(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A router's input in the dtype of its weight, which policies leave wide; not all cast it (MOD-4)."""
+    return (inputs[0].to(cast(Tensor, module.weight).dtype), *inputs[1:])
 
 
 def _balanced(
