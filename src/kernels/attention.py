@@ -132,21 +132,13 @@ def _distance(documents_BS: Tensor) -> Tensor:
 
 
 def sdpa_cudnn(
-    q_BSHC: Tensor,
-    k_BSGC: Tensor,
-    v_BSGU: Tensor,
-    scale: float,
-    documents_BS: Tensor | None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`attention` over whole samples by cuDNN.
 
     Called by its private name, as SDPA's choice depends on switches of the process and drops the log-sum-exp.
     """
     assert documents_BS is None, "sdpa_cudnn was chosen for samples that are full documents"
-    assert window is None, "sdpa_cudnn was chosen for layers that see all before"
-    assert sinks_H is None, "sdpa_cudnn was chosen for heads without sinks"
     q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
     o_BHSU, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q_BHSC, k_BGSC, v_BGSU, None, True, 0.0, True, False, scale=scale
@@ -155,17 +147,9 @@ def sdpa_cudnn(
 
 
 def sdpa_efficient(
-    q_BSHC: Tensor,
-    k_BSGC: Tensor,
-    v_BSGU: Tensor,
-    scale: float,
-    documents_BS: Tensor | None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
+    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`attention` by torch's memory-efficient kernel, which takes a mask: packed samples of any widths."""
-    assert window is None, "sdpa_efficient was chosen for layers that see all before"
-    assert sinks_H is None, "sdpa_efficient was chosen for heads without sinks"
     length = q_BSHC.shape[1]
     bias_BHSS = None
     if documents_BS is not None:
@@ -192,7 +176,7 @@ IMPLEMENTATIONS = (
         attention,
         deterministic=(True, True),
         saves="q, k, v, probabilities",
-        features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks"}),
+        features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks", "context_parallel"}),
     ),
     Implementation(
         "attention",

@@ -1,4 +1,4 @@
-"""Layers that families share: projections, norm, embedding, FFN, experts, rotary angles.
+"""Layers that families share: projections, norm, embedding, FFN, experts, attention, rotary angles.
 
 Each module declares in `specs` how its own parameters start and are treated (`ParamSpec`); the constructor
 only allocates, so building a model on any device costs no random numbers (ENG-9 fills it by global name).
@@ -168,10 +168,21 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within the documents of the batch, o [B,S,H,U]; see `kernels.attention`."""
-    o_BSHU: Tensor
-    o_BSHU, _ = ops.attention(q_BSHC, k_BSGC, v_BSGU, scale, batch.documents_BS, window, sinks_H)
-    return o_BSHU
+    """softmax(scale·q·kᵀ)·v over the keys of the same document up to each query, [B,S,H,U].
+
+    Of G heads of keys and values, each serves H/G query heads that follow one another. `window` is the number
+    of keys that a query sees, its own included (ATT-6); `sinks_H` holds a logit per head that joins the
+    denominator (ATT-5).
+    """
+    if batch.context is not None:
+        return batch.context.attend(
+            q_BSHC, (k_BSGC, v_BSGU), None, (), scale, batch.documents_BS, window, sinks_H
+        )
+    asked = {"window": window, "sinks_H": sinks_H}
+    options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    o_BSHU, _ = ops.attention(q_BSHC, k_BSGC, v_BSGU, scale, batch.documents_BS, **options)
+    out: Tensor = o_BSHU
+    return out
 
 
 class Rotary(nn.Module):

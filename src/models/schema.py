@@ -130,7 +130,7 @@ class Qwen3MoeConfig(MoeConfig):
 
 @dataclass
 class GptOssConfig(MoeConfig):
-    """gpt-oss: attention sinks, windows in every second layer, biases throughout, a clamped SwiGLU."""
+    """The gpt-oss family: sinks, windows in every second layer, biases throughout, a clamped SwiGLU."""
 
     num_experts: int = 8
     """Routed experts E."""

@@ -361,8 +361,8 @@ def sinks_as(change: Callable[[Any, Tensor], Tensor | None]) -> Change:
             attend = attention.ops.attention
             attention.ops = replace(
                 attention.ops,
-                attention=lambda *rest, attend=attend, attention=attention: attend(
-                    *rest[:-1], change(attention, rest[-1])
+                attention=lambda *rest, sinks_H, attend=attend, attention=attention, **window: attend(
+                    *rest, **window, sinks_H=change(attention, sinks_H)
                 ),
             )
 
