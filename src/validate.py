@@ -9,7 +9,7 @@ from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
 from src.models.hf import is_windowed
-from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, GptOssConfig, HfConfig, ModelConfig, Qwen3MoeConfig
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -157,13 +157,14 @@ Rows = list[tuple[bool, str, str, str, str]]
 def _sizes(model: ModelConfig) -> Rows:
     if isinstance(model, DeepseekV2Config):
         return _deepseek(model)
+    if isinstance(model, GptOssConfig):
+        return _gpt_oss(model)
     return _qwen3_moe(model) if isinstance(model, Qwen3MoeConfig) else []
 
 
-def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
-    """Sizes that contradict each other; ROUTE-3, ATT-2 and ATT-4 are the rules."""
-    heads, kv, step, last = m.num_heads, m.num_kv_heads, m.decoder_sparse_step, m.num_layers - 1
-    outside = [index for index in m.mlp_only_layers if not 0 <= index <= last]
+def _grouped_heads(m: Qwen3MoeConfig | GptOssConfig) -> Rows:
+    """Heads of grouped-query attention that contradict each other (ATT-2, ATT-4)."""
+    heads, kv = m.num_heads, m.num_kv_heads
     return [
         (
             *(not 1 <= kv <= heads or heads % kv != 0, "model.num_kv_heads"),
@@ -173,6 +174,39 @@ def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
             *(m.head_dim < 2 or m.head_dim % 2 != 0, "model.head_dim"),
             *(f"{m.head_dim} is no even width; positions rotate pairs", "an even width", "ATT-2"),
         ),
+    ]
+
+
+def _gpt_oss(m: GptOssConfig) -> Rows:
+    """Sizes that contradict each other; ROUTE-4, ATT-6, FFN-1 and those of the heads are the rules."""
+    window, limit, dense = m.sliding_window, m.swiglu_limit, m.intermediate_size
+    return [
+        *_grouped_heads(m),
+        (
+            *(not 1 <= m.top_k <= m.num_experts, "model.top_k"),
+            *(f"top_k={m.top_k} of {m.num_experts} experts", f"1 to {m.num_experts}", "ROUTE-4"),
+        ),
+        (
+            *(window < 1, "model.sliding_window"),
+            *(f"a window of {window} keys leaves out the query's own", "1 or more", "ATT-6"),
+        ),
+        (
+            *(limit <= 0, "model.swiglu_limit"),
+            *(f"nothing passes within ±{limit}", "a limit above 0, such as 7.0", "FFN-1"),
+        ),
+        (
+            *(dense != 0, "model.intermediate_size"),
+            *(f"{dense}, but every layer of this family has experts", "0; model.expert_size is", "TRAP-6"),
+        ),
+    ]
+
+
+def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
+    """Sizes that contradict each other; ROUTE-3 and those of the heads are the rules."""
+    step, last = m.decoder_sparse_step, m.num_layers - 1
+    outside = [index for index in m.mlp_only_layers if not 0 <= index <= last]
+    return [
+        *_grouped_heads(m),
         (
             *(bool(outside), "model.mlp_only_layers"),
             *(f"{outside} are none of the {m.num_layers} layers", f"layers 0 to {last}", "ROUTE-3"),

@@ -29,6 +29,7 @@ def route(
     groups_kept: int,
     renormalise: bool,
     scale: float,
+    scoring: str = "softmax",
     ids_TK: Tensor | None = None,
 ) -> Routed:
     """Softmax over all experts, choice of K within the best groups, weights = scores of the chosen · `scale`.
@@ -37,11 +38,19 @@ def route(
     experts of groups that are not kept count as 0 (ROUTE-1; DeepSeek-V2, arXiv 2405.04434, sec. 2.2.2, with
     the release's group score). Ties go to the lowest id. With `ids_TK` given, no choice is made. The
     weights' gradient passes through softmax and sum, never the ids (ROUTE-6).
+
+    With `scoring="softmax_of_chosen"` the K largest logits are chosen and the weights are a softmax over
+    these alone (ROUTE-4, as transformers' `gpt_oss`); the scores are over all experts even so.
     """
     scores_TE = logits_TE.softmax(-1)
+    of_chosen = scoring == "softmax_of_chosen"
+    assert not (of_chosen and groups_kept < groups), "logits of other groups cannot count as 0"
+    chosen_by_TE = logits_TE if of_chosen else scores_TE
     if ids_TK is None:
-        ids_TK = _select(scores_TE.detach(), top_k, groups, groups_kept)
-    weights_TK = scores_TE.gather(1, ids_TK.long())
+        ids_TK = _select(chosen_by_TE.detach(), top_k, groups, groups_kept)
+    weights_TK = chosen_by_TE.gather(1, ids_TK.long())
+    if of_chosen:
+        weights_TK = weights_TK.softmax(-1)
     if renormalise:
         weights_TK = _shares(weights_TK)
     return Routed(ids_TK, weights_TK * scale if scale != 1 else weights_TK, scores_TE)

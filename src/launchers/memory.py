@@ -7,7 +7,7 @@ from math import prod
 
 from src.config import Config
 from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, GptOssConfig, Qwen3MoeConfig
 from src.trainer.parallel.layout import (
     Coordinates,
     coordinates,
@@ -118,8 +118,8 @@ def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, i
 
 
 def _shard(shape: tuple[int, ...], shards: int, index: int, is_expert: bool) -> int:
-    """Elements of one shard (ENG-2): dim 0 if that divides, an expert's dim 1 else, dim 0 by ceiling last."""
-    if is_expert and shape[0] % shards and shape[1] % shards == 0:
+    """Elements of one shard (ENG-2): dim 0 if that divides, a stack's dim 1 else, dim 0 by ceiling last."""
+    if is_expert and len(shape) == 3 and shape[0] % shards and shape[1] % shards == 0:
         return prod(shape) // shards
     rows = -(-shape[0] // shards)
     return max(0, min(rows, shape[0] - index * rows)) * prod(shape[1:])
@@ -150,7 +150,7 @@ def _live(config: Config, pp: int) -> int:
 def _layer_numbers(config: Config) -> int:
     """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
     model = config.model
-    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig):
+    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig | GptOssConfig):
         return 16 * model.hidden_size
     scores = 2 * model.num_heads * config.sequence_length
     shared = model.num_shared_experts if isinstance(model, DeepseekV2Config) else 0
@@ -158,9 +158,9 @@ def _layer_numbers(config: Config) -> int:
     return 8 * model.hidden_size + _head_numbers(model) + scores + rows
 
 
-def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig) -> int:
+def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig | GptOssConfig) -> int:
     """Queries, keys, values and what attention gives, of one token."""
-    if isinstance(model, Qwen3MoeConfig):
+    if not isinstance(model, DeepseekV2Config):
         return 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     key = model.qk_nope_head_dim + model.qk_rope_head_dim
     return model.num_heads * (2 * key + 2 * model.v_head_dim)

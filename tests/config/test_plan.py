@@ -18,7 +18,7 @@ from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.machine import Machine, find_machine
 from src.mesh_spec import parse
 from src.models.names import canonical, parameters
-from tests.models.odd import qwen3_moe
+from tests.models.odd import gpt_oss, qwen3_moe
 
 CPU = Machine("cpu", 1, 8 * 2**30, "a test")
 MESHES = ["single", "pp2", "ep2", "dp3", "pp2ep2", "dp2ep2", "pp4dp2ep8", "dp5ep4", "rep2dp2"]
@@ -50,6 +50,15 @@ def test_shared_key_heads_are_counted_once(base: Config) -> None:
     tokens, layers, in_flight = config.micro_batch_size * config.sequence_length, 2, 2
     more = in_flight * tokens * layers * 2 * 7 * config.model.head_dim * 4
     assert rank_memory(config, 0, "cpu").activations == few + more
+
+
+@pytest.mark.parametrize("spec", ["dp3", "ep2", "pp2ep5", "dp2ep5", "dp11"])
+def test_biases_of_experts_shard_by_their_first_dimension(base: Config, spec: str) -> None:
+    """ENG-2, PROJ-1: 10 experts; stacks are cut inside where their number does not divide, biases are not."""
+    config = on(base, spec)
+    config.model = gpt_oss(num_layers=4, num_experts=10)
+    held = sum(rank_memory(config, rank, "cpu").parameters for rank in range(config.mesh.world))
+    assert held == sum(prod(entry.shape) for entry in canonical(config.model).values())
 
 
 def test_shards_follow_the_rule_for_uneven_stacks(base: Config) -> None:

@@ -23,6 +23,7 @@ Key = tuple[str, str, str]
 MODELS: dict[str, MoeConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
+    "gpt_oss": odd.gpt_oss(num_layers=4, num_experts=10),
 }
 
 
@@ -116,12 +117,19 @@ two and on four ranks, and replicas of shards, where FSDP2's own factors would m
 experts' 1/2 (ENG-3)."""
 
 
-QWEN = {
-    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family="qwen3_moe")],
-    2: [Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)],
-    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family="qwen3_moe") for batch in BATCHES],
+OTHERS = ("qwen3_moe", "gpt_oss")
+FAMILIES = {
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in OTHERS],
+    2: [Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)],
+    4: [
+        *(Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES),
+        Case(MeshConfig("dp4", dp=4), "1f1b", "packed", "fp64", family="gpt_oss"),
+    ],
 }
-"""The other family on a few: what it adds is in its layers, which know nothing of ranks."""
+"""The other families on a few: what they add is in their layers, which know nothing of ranks.
+
+On dp4 stacks of 10 experts are cut inside, and their biases between experts (ENG-2).
+"""
 
 
 CP2 = MeshConfig("cp2", cp=2)
@@ -131,19 +139,19 @@ CUT_BY_TWO = (
     MeshConfig("dp2cp2", dp=2, cp=2),
     MeshConfig("rep2cp2", rep=2, cp=2),
 )
-CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"))
+CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"), ("gpt_oss", "packed12"))
 """Families with batches that two context-parallel ranks can cut."""
 CONTEXT = {
     2: [Case(CP2, "1f1b", batch, "fp64", family=family) for family, batch in CUT],
     4: [
         Case(mesh, "1f1b", batch, "fp64", family=family)
-        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT, strict=True)
+        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT[:2], strict=True)
     ],
 }
 """Samples whose positions lie on two ranks."""
 MORE_CONTEXT = {
     2: [
-        *(Case(CP2, "1f1b", batch, "fp32") for _, batch in CUT),
+        *(Case(CP2, "1f1b", batch, "fp32") for batch in ("packed12", "dense12")),
         Case(CP2, "1f1b", "packed12", "fp64", family="qwen3_moe"),
         Case(CP2, "1f1b", "dense12", "fp64"),
     ],
@@ -160,7 +168,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *QWEN[ranks]]
+    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *FAMILIES[ranks]]
 
 
 def make_config(case: Case) -> Config:

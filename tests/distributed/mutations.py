@@ -11,6 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from src.kernels import route
+from src.models import gpt_oss
 from src.models.decoder_layer import DecoderLayer, MoE, Router
 from src.models.layers import Experts
 from src.models.protocol import Carry, Routing
@@ -141,6 +142,21 @@ def renorm_grad() -> Any:
     return mock.patch.object(route, "_shares", lambda w_TK: w_TK / w_TK.sum(-1, keepdim=True).detach())
 
 
+def sink_grad() -> Any:
+    """No gradient into the sinks."""
+    return wrapped(gpt_oss, "attend", lambda original, *most: original(*most[:-1], most[-1].detach()))
+
+
+def window(by: int) -> Any:
+    """Windows that are longer than the config says."""
+
+    def moved(original: Any, config: Any, index: int) -> int | None:
+        found: int | None = original(config, index)
+        return None if found is None else found + by
+
+    return lambda: wrapped(gpt_oss, "window_of", moved)
+
+
 def on(spec: str, batch: str = "packed", precision: str = "fp64", family: str = "deepseek_v2") -> Case:
     """A case on two ranks."""
     mesh = next(m for m in (*MESHES[2], CP2) if m.spec == spec)
@@ -151,6 +167,9 @@ MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
     "router_grad": (router_grad, on("ep2"), "gradient"),
     "residual_grad": (residual_grad, on("pp2"), "gradient"),
     "renorm_grad": (renorm_grad, on("ep2", family="qwen3_moe"), "gradient"),
+    "sink_grad": (sink_grad, on("ep2", family="gpt_oss"), "gradient"),
+    "window one more": (window(1), on("dp2", family="gpt_oss"), "loss"),
+    "window one less": (window(-1), on("dp2", family="gpt_oss"), "loss"),
     "shared_grad": (shared_grad, on("dp2"), "gradient"),
     "expert_scale": (expert_scale, on("ep2", precision="fp32"), "gradient"),
     "fsdp_default": (fsdp_default, on("dp2"), "gradient"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import exp
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +64,36 @@ def test_route_6_the_gradient_passes_through_the_softmax_over_all() -> None:
     assert torch.allclose(grad, p * (chosen - (p * chosen).sum()), atol=1e-7)
     others = grad[chosen == 0]
     assert bool((others != 0).all())
+
+
+def test_route_4_softmax_of_the_chosen_logits() -> None:
+    """ROUTE-4, ROUTE-5: the K largest logits and a softmax over them; the scores are over all experts.
+
+    The other rule, renormalised, gives the same, but for logits whose softmax underflows: there the choice
+    still goes by the logits.
+    """
+    logits = torch.randn(200, E, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    upstream = torch.randn(200, K, generator=torch.Generator().manual_seed(5))
+    plain: dict[str, Any] = {"groups": 1, "groups_kept": 1, "scale": 1.0}
+    routed = route(logits, K, renormalise=False, scoring="softmax_of_chosen", **plain)
+    for token in range(200):
+        row = logits[token].tolist()
+        ids = sorted(range(E), key=lambda e: (-row[e], e))[:K]
+        total = sum(exp(row[e]) for e in ids)
+        assert routed.ids_TK[token].tolist() == ids
+        assert routed.weights_TK[token].tolist() == pytest.approx(
+            [exp(row[e]) / total for e in ids], rel=1e-5
+        )
+    assert torch.allclose(routed.scores_TE, logits.softmax(-1))
+    other = route(logits, K, renormalise=True, **plain)
+    pair = (routed.weights_TK, other.weights_TK)
+    found, wanted = (torch.autograd.grad(w, logits, upstream, retain_graph=True)[0] for w in pair)
+    assert float((pair[0] - pair[1]).detach().abs().max()) < 1e-6
+    assert float((found - wanted).abs().max()) < 1e-6
+    far = torch.tensor([[0.0, -300.0, -200.0, 1000.0, -250.0]])
+    assert route(far, K, renormalise=False, scoring="softmax_of_chosen", **plain).ids_TK.tolist() == [
+        [3, 0, 2]
+    ]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])

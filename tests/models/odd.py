@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from src.models.schema import DeepseekV2Config, MoeConfig, Qwen3MoeConfig, YarnConfig
+from src.models.schema import DeepseekV2Config, GptOssConfig, MoeConfig, Qwen3MoeConfig, YarnConfig
 
 
 def deepseek_v2(**changes: Any) -> DeepseekV2Config:
@@ -64,5 +64,33 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
     return replace(config, **changes)
 
 
-MEMBERS: dict[str, Callable[..., MoeConfig]] = {"deepseek_v2": deepseek_v2, "qwen3_moe": qwen3_moe}
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    """The odd gpt-oss, with fields replaced by `changes`; its activations reach the bound of the SwiGLU."""
+    config = GptOssConfig(
+        family="gpt_oss",
+        name="odd",
+        vocab_size=101,
+        hidden_size=36,
+        num_layers=3,
+        context=256,
+        rms_norm_eps=1e-3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        sliding_window=5,
+        rope_theta=150.0,
+        yarn=YarnConfig(factor=4.0, original_length=64, truncate=False),
+        num_experts=5,
+        top_k=2,
+        expert_size=22,
+        swiglu_limit=0.5,
+    )
+    return replace(config, **changes)
+
+
+MEMBERS: dict[str, Callable[..., MoeConfig]] = {
+    "deepseek_v2": deepseek_v2,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
+}
 """Family → what makes its odd member."""
