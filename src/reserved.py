@@ -33,7 +33,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "mixture": "corpora cannot be mixed yet",
     },
     "optimizer": {"muon": "Muon is not written yet"},
-    "balance": {"bias": "no family with a routing bias is written yet"},
     "precision": {
         "split": "split master weights are not written yet",
     },
@@ -79,7 +78,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
         ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
-        ("balance.kind", config.balance.kind, "balance"),
         ("precision.name", config.precision.name, "precision"),
         ("recompute.name", config.recompute.name, "recompute"),
         ("platform.name", config.platform.name, "platform"),

@@ -36,11 +36,14 @@ class Router(nn.Module):
     """Chooses K experts of each token and their weights."""
 
     specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
+    e_score_correction_bias: Tensor | None
+    """[E], fp32 at least, added to the scores for the choice alone; lent by the engine under `balance=bias`."""
 
     def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops) -> None:
         super().__init__()
         self.top_k, self.rule, self.ops = config.top_k, rule, ops
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", None)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
@@ -64,6 +67,7 @@ class Router(nn.Module):
             groups_kept=rule.groups_kept,
             renormalise=rule.renormalise,
             scale=rule.scale,
+            bias_E=self.e_score_correction_bias,
             ids_TK=ids_TK,
         )
         return routed

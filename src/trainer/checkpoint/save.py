@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def save(
     step: int,
     backend: Backend,
     moments: Mapping[str, Mapping[str, Tensor]],
-    scalars: Mapping[str, int | float],
+    scalars: Mapping[str, Any],
     runtime: Runtime,
     data_key: str | None,
     hook: Callable[[str], None] = _ignore,
