@@ -37,7 +37,7 @@ class Router(nn.Module):
 
     specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
     e_score_correction_bias: Tensor | None
-    """[E], fp32 at least, added to the scores for the choice alone; lent by the engine under `balance=bias`."""
+    """[E], fp32 at least, added to the scores for the choice alone; the engine lends it (`balance=bias`)."""
 
     def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops) -> None:
         super().__init__()

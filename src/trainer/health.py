@@ -53,7 +53,7 @@ class Health:
         return reason
 
     def _spike(self, norm: Tensor, loss: Tensor, deviations: float) -> Tensor:
-        """Which of both is too far above the window, if any; one that is not full is NaN, and nothing is above."""
+        """Which of both is too far above the window, if any; nothing is above one that is not full: NaN."""
         limit_2 = self._recent_2W.mean(1) + deviations * self._recent_2W.std(1)
         loss_is_high, norm_is_high = (torch.stack([loss, norm]).double() > limit_2).unbind()
         return torch.where(loss_is_high, LOSS_SPIKE, torch.where(norm_is_high, NORM_SPIKE, APPLIED))

@@ -21,6 +21,7 @@ from src.trainer.callbacks.base import Callback
 from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
+from src.trainer.callbacks.steady import SteadyTimeouts
 from src.trainer.callbacks.tracking import trackers
 from src.trainer.checkpoint.agree import agree
 from src.trainer.checkpoint.find import find
@@ -172,7 +173,8 @@ def make_callbacks(run: Run) -> list[Callback]:
     dump = [DumpBatches()] if run.config.debug.dump_batches else []
     listeners = [*tracking, *dump]
     evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
-    return [*listeners, *evaluating, Checkpointing()]
+    steady = [SteadyTimeouts()] if run.runtime.world > 1 else []
+    return [*steady, *listeners, *evaluating, Checkpointing()]
 
 
 @contextmanager

@@ -103,25 +103,25 @@ def lb_scale() -> Any:
 def norm_rep() -> Any:
     """The norm counts replicas twice."""
 
-    def twice(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+    def twice(original: Any, backend: NativeBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
         first = replace(backend._runtime.place, rep=0)
         with mock.patch.object(backend, "_runtime", replace(backend._runtime, place=first)):
-            norm: Tensor = original(backend, *arguments)
-        return norm
+            found: tuple[Tensor, Tensor] = original(backend, *arguments)
+        return found
 
-    return wrapped(NativeBackend, "grad_norm", twice)
+    return wrapped(NativeBackend, "norm_and_loss", twice)
 
 
 def norm_pp() -> Any:
     """A norm for each stage."""
 
-    def within(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+    def within(original: Any, backend: NativeBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
         reduce = backend._runtime.reduce
         with mock.patch.object(Runtime, "sum_world", lambda runtime, t: reduce(t, ("rep", "dp", "cp", "ep"))):
-            norm: Tensor = original(backend, *arguments)
-        return norm
+            found: tuple[Tensor, Tensor] = original(backend, *arguments)
+        return found
 
-    return wrapped(NativeBackend, "grad_norm", within)
+    return wrapped(NativeBackend, "norm_and_loss", within)
 
 
 def cloned_experts() -> Any:

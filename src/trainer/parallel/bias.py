@@ -1,8 +1,8 @@
-"""Bias-based balancing: experts that got too few rows become easier to choose (ENG-25; arXiv 2408.15664, alg. 1).
+"""Bias-based balancing: experts that got too few rows become easier to choose (ENG-25).
 
-After each applied update, with c the rows per expert of the whole global batch, b_i += rate · sign(mean c − c_i).
-The bias has no gradient and no optimizer, and stands apart from the loss. It is not centred: only differences
-enter the choice. Letters: M MoE layers of the model, E experts.
+After each applied update, with c the rows per expert over the global batch, b_i += rate · sign(mean c − c_i)
+(arXiv 2408.15664, alg. 1). The bias has no gradient and no optimizer, and stands apart from the loss. It is
+not centred: only differences enter the choice. Letters: M MoE layers of the model, E experts.
 """
 
 from __future__ import annotations
