@@ -28,7 +28,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "mixture": "corpora cannot be mixed yet",
     },
     "optimizer": {"muon": "Muon is not written yet"},
-    "balance": {"bias": "no family with a routing bias is written yet"},
     "precision": {
         "split": "split master weights are not written yet",
     },
@@ -69,7 +68,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
         ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
-        ("balance.kind", config.balance.kind, "balance"),
         ("precision.name", config.precision.name, "precision"),
         ("platform.name", config.platform.name, "platform"),
         ("container.name", config.container.name, "container"),

@@ -51,6 +51,9 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("lr_schedule.floor", "from 0 to 1", lambda value: 0 <= value <= 1),
     ("balance.coef", "at least 0", _at_least(0)),
     ("balance.z_loss", "at least 0", _at_least(0)),
+    ("balance.bias_rate", "at least 0", _at_least(0)),
+    ("spike.window", "at least 2", _at_least(2)),
+    ("spike.deviations", "above 0, or null", _above(0)),
     ("launcher.slots", "at least 1, or null", _at_least(1)),
     ("launcher.nodes", "at least 1, or null", _at_least(1)),
     ("launcher.gpus_per_node", "at least 1, or null", _at_least(1)),
@@ -95,6 +98,7 @@ def _durations(config: Config) -> Iterator[Problem]:
     """A wait of no length would fail every start (LEASE-5)."""
     for key, text in (
         ("launcher.timeout", config.launcher.timeout),
+        ("launcher.collective_timeout", config.launcher.collective_timeout),
         ("data.prepare.timeout", config.data.prepare.timeout),
     ):
         if durations.seconds(text) == 0:

@@ -38,12 +38,15 @@ class Router(nn.Module):
     """Chooses K experts of each token and their weights."""
 
     specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER, "bias": ROUTER_BIAS}
+    e_score_correction_bias: Tensor | None
+    """[E], fp32 at least, added to the scores for the choice alone; the engine lends it (`balance=bias`)."""
 
     def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops, bias: bool = False) -> None:
         super().__init__()
         self.top_k, self.rule, self.ops = config.top_k, rule, ops
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if bias else None
+        self.register_buffer("e_score_correction_bias", None)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
@@ -70,6 +73,7 @@ class Router(nn.Module):
             renormalise=rule.renormalise,
             scale=rule.scale,
             scoring=rule.scoring,
+            bias_E=self.e_score_correction_bias,
             ids_TK=ids_TK,
         )
         return routed

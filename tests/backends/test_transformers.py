@@ -206,7 +206,7 @@ def mixed_step(precision: str, family: str = "deepseek_v2") -> tuple[float, floa
     batch = step_batch("packed", 0, 0, 1)
     sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens))
     seen |= {f"gradient {p.grad.dtype}" for p in backend.parameters.values()}
-    return float(sums.loss), float(backend.grad_norm()), seen
+    return float(sums.loss), float(backend.norm_and_loss(sums.loss)[0]), seen
 
 
 def witness(name: str, seen: set[str]) -> Any:

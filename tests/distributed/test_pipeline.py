@@ -114,7 +114,7 @@ def step(task: Task, config: Config, runtime: Runtime) -> tuple[NativeBackend, d
     assert sums.counts is not None
     return backend, {
         "counts": runtime.sum_world(sums.counts.clone()),
-        "norm": float(backend.grad_norm(sums.loss)),
+        "norm": float(backend.norm_and_loss(sums.loss)[0]),
         **dict(zip(("loss", "aux", "z", "heldout"), runtime.sum_world(scalars).tolist(), strict=True)),
         "logits": backend.logits(blocks("dense", 0)[0].ids_BS[:, :7]),
     }

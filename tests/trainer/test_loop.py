@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from src.compose import config_digest
 from src.config import BalanceConfig, CheckpointConfig, DataConfig, EvaluationConfig, OptimizerConfig
 from src.errors import UserError
-from src.trainer import step as step_module
+from src.trainer.backends.native import NativeBackend
 from src.trainer.checkpoint.flat import flatten
 from src.trainer.worker import describe
 from tests.models.odd import deepseek_v2, qwen3_moe
-from tests.trainer.small import lines, run_here, small_config
+from tests.trainer.small import lines, poison, run_here, small_config
 
 TRACE = ("loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
 LOG_1 = {
@@ -35,7 +35,16 @@ LOG_1 = {
         "tokens",
         "epoch",
     ),
-    *("tokens_total", "samples_total", "skipped", "step_time", "data_time", "tokens_per_s", "mfu"),
+    *(
+        "tokens_total",
+        "samples_total",
+        "skipped",
+        "skip_reason",
+        "step_time",
+        "data_time",
+        "tokens_per_s",
+        "mfu",
+    ),
     *("mem_peak_bytes", "bubble_s", "moe"),
 }
 EVAL_5 = {"step", "loss", "bits_per_byte", "frequencies", "pairs", "uniform", "tokens", "bytes"}
@@ -111,36 +120,32 @@ def test_a_bad_step_stops_the_run_with_the_state_before_it(
     """ENG-27: exit 7 at the next flush; the weights are those before it, though later steps were fine."""
     config = small_config(tmp_path, max_steps=3)
     run_here(config, tmp_path / "good")
-    runs: list[Any] = []
+    backends: list[NativeBackend] = []
 
-    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
-        runs.append(run)
-        return judge(run, norm * float("nan") if run.step == 3 else norm)
+    def finish(backend: NativeBackend, skip: torch.Tensor) -> None:
+        backends.append(backend)
 
-    monkeypatch.setattr(step_module, "judge", poisoned)
-    with pytest.raises(UserError, match="not finite at step 4, 5") as caught:
+    monkeypatch.setattr(NativeBackend, "finish_step", finish)
+    poison(monkeypatch, {3: (math.nan, 0.0)})
+    with pytest.raises(UserError, match="not finite at step 4; the weights") as caught:
         run_here(
             replace(config, max_steps=6, lr_schedule=replace(config.lr_schedule, horizon=3)), tmp_path / "bad"
         )
     assert caught.value.code == 7
     good = weights(tmp_path / "good", 3, tmp_path / "good.safetensors")
-    bad = {name: p for name, p in runs[-1].backend.parameters.items() if name in good}
+    bad = {name: p for name, p in backends[-1].parameters.items() if name in good}
+    assert [line["skip_reason"] for line in lines(tmp_path / "bad")] == [*[None] * 3, "nonfinite", "halted"]
     assert bad
     assert all(torch.equal(good[name], p.detach()) for name, p in bad.items())
 
 
 def test_skip_goes_on_for_max_skips_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENG-27: `nonfinite=skip` leaves out at most `max_skips` steps in a row, then ends the run."""
-    bad_steps = {1, 2, 4}
-
-    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
-        return judge(run, norm * float("inf") if run.step in bad_steps else norm)
-
-    monkeypatch.setattr(step_module, "judge", poisoned)
+    poison(monkeypatch, dict.fromkeys((1, 2, 4), (math.inf, 0.0)))
     config = small_config(tmp_path, nonfinite="skip", max_skips=2)
     run_here(config, tmp_path / "two")
     assert [line["skipped"] for line in lines(tmp_path / "two")] == [False, True, True, False, True, False]
-    bad_steps.add(3)
+    poison(monkeypatch, dict.fromkeys((1, 2, 3, 4), (math.inf, 0.0)))
     with pytest.raises(UserError, match="not finite at step 2, 3, 4, 5"):
         run_here(config, tmp_path / "three")
 

@@ -26,6 +26,7 @@ from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
+from src.trainer.parallel.bias import RouterBias
 from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.init import initialise
@@ -77,6 +78,10 @@ class NativeBackend:
         self._balancer = Balancer(
             config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring
         )
+        self._bias: RouterBias | None = None
+        if config.balance.kind == "bias":
+            like, rate = self._balancer.tally.aux, config.balance.bias_rate
+            self._bias = RouterBias(model.model.layers, self.moe_layers, experts, rate, like)
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
         self._stages = dict(
@@ -140,19 +145,21 @@ class NativeBackend:
         recompute, poison = self._config.recompute.name, self._config.debug.poison
         return Staged(*parts, self._deferral, recompute, self._gather, poison)
 
-    def grad_norm(self, loss: Tensor | None = None) -> Tensor:
-        """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
+    def norm_and_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Global L2 norm of all gradients, each element once, and the global loss (ENG-5, ENG-6).
 
-        The ranks of rep hold the same shards, so only the first puts its own in. With `loss`, the sums of
-        this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
+        Device scalars, equal on all ranks by one reduction; reads nothing back. The ranks of rep hold the
+        same shards, so only the first puts its own in. The norm is not finite if the loss is not (ENG-27).
+
+        Args:
+            loss: this rank's part of the step, from `Sums`.
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else self._sums
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
         total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)
-        if loss is not None:
-            total = total + torch.where(torch.isfinite(loss), 0.0, torch.nan)
-        return self._runtime.sum_world(total).sqrt()
+        square, whole = self._runtime.sum_world(torch.stack([total, loss.to(dtype)])).unbind()
+        return torch.where(torch.isfinite(whole), square.sqrt(), torch.nan), whole
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a device scalar."""
@@ -162,10 +169,14 @@ class NativeBackend:
 
     def finish_step(self, skip: Tensor) -> None:
         """Take over what a step leaves for the next one, unless `skip` is above 0 on the device."""
-        if self._config.balance.kind == "global_batch_lagged":
+        state = self._balancer if self._config.balance.kind == "global_batch_lagged" else self._bias
+        if state is not None:
             assert self._counts is not None
-            counts_ME = self._runtime.reduce(self._counts.clone(), ALL_DATA)
-            self._balancer.finish(counts_ME, skip)
+            state.finish(self._runtime.reduce(self._counts.clone(), ALL_DATA), skip)
+
+    def largest_bias(self) -> Tensor | None:
+        """Largest |bias| of this rank's routers, a device scalar; None without `balance=bias`."""
+        return None if self._bias is None else self._bias.largest()
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
@@ -220,6 +231,8 @@ class NativeBackend:
 
     def extra_state(self) -> dict[str, Tensor]:
         """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
+        if self._bias is not None:
+            return self._bias.held
         if self._config.balance.kind != "global_batch_lagged":
             return {}
         mine = set(self._model.holding.layers)

@@ -45,7 +45,7 @@ BACKENDS: dict[str, Capabilities] = {
         overlap=False,
         recompute=("none", "stage", "full"),
         precision=("auto", "fp32", "fp64", "master", "bf16"),
-        balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
+        balance=("sequence", "micro_batch", "global_batch_lagged", "bias", "none"),
         force=("none",),
     ),
     "transformers": Capabilities(
@@ -61,6 +61,7 @@ BACKENDS: dict[str, Capabilities] = {
             "mesh.pp": "transformers' layers are not cut into stages",
             "mesh.cp": "transformers' attention wants the whole sequence",
             "mesh.ep": "transformers' experts are not divided",
+            "balance": "transformers' routers choose by their own scores, where no bias of ours enters",
             "precision": "transformers computes norms, softmax and router in fp32 whatever the model's dtype",
         },
     ),

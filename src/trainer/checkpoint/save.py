@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def save(
     step: int,
     backend: Backend,
     moments: Mapping[str, Mapping[str, Tensor]],
-    scalars: Mapping[str, int | float],
+    scalars: Mapping[str, Any],
     runtime: Runtime,
     data_key: str | None,
     hook: Callable[[str], None] = _ignore,
