@@ -90,7 +90,8 @@ FOUR_SLOW = [
     *(Pipe("zbv", 2, n, "pp4", layers=9) for n in (1, 4, 7, 8)),
     *(Pipe("dualpipev", 2, n, "pp4", "dense", 9) for n in (8, 11)),
     *(Pipe("interleaved_1f1b", 2, n, "pp4", layers=9) for n in (3, 4, 6, 10)),
-    *(Pipe(s, 2, 5, mesh) for s in ("zbv", "dualpipev", "interleaved_1f1b") for mesh in ("pp2dp2", "pp2ep2")),
+    *(Pipe(s, 2, 5, mesh) for s in ("zbv", "dualpipev") for mesh in ("pp2dp2", "pp2ep2")),
+    *(Pipe("interleaved_1f1b", 2, 3, mesh) for mesh in ("pp2dp2", "pp2ep2")),
     *(Pipe("zbv", 2, n, "pp2ep2", layers=4, tied=True) for n in (1, 3)),
 ]
 
