@@ -59,5 +59,5 @@ def group_of(ranks: int, store: Path) -> Iterator[tuple[int, int]]:
 
 
 def _join(rank: int, world: int, store: Path) -> None:
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(minutes=5)
     dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -149,7 +150,7 @@ def load_all(directory: Path) -> dict[str, Any]:
 
     def work(mesh: str, member: Member) -> dict[str, Any]:
         found = {saved: member.load(directory / saved) for saved in MESHES}
-        found["damaged"] = member.load(directory / "damaged")
+        found |= {kind: member.load(directory / kind) for kind in DAMAGE}
         found["flat"] = (1, member.init_from(directory / "pp2ep2.safetensors"))
         found["checkpoint"] = (1, member.init_from(directory / "dp4" / "checkpoints" / "step-00000001"))
         return found
@@ -157,9 +158,25 @@ def load_all(directory: Path) -> dict[str, Any]:
     return visit(directory, "load", work)
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": flip,
+}
+"""What happens to a file that, on most meshes, one rank alone reads."""
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a run per mesh, a run whose newest step is damaged on one rank, and flat files."""
+    """A directory with a run per mesh, runs whose newest step is damaged for one rank, and flat files."""
     from src.trainer.checkpoint.flat import flatten
     from tests.distributed import world
 
@@ -167,10 +184,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world.run(4, save_all, directory)
     for mesh in MESHES:
         flatten(directory / mesh / "checkpoints" / "step-00000001", directory / f"{mesh}.safetensors")
-    shard = directory / "damaged" / "checkpoints" / "step-00000002" / "__1_0.distcp"
-    raw = bytearray(shard.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    shard.write_bytes(raw)
+    for kind, harm in DAMAGE.items():
+        run = shutil.copytree(directory / "damaged", directory / kind)
+        harm(run / "checkpoints" / "step-00000002" / "__1_0.distcp")
     return directory
 
 

@@ -198,19 +198,20 @@ def test_a_run_killed_at_any_point_of_a_save_ends_as_undisturbed_ckpt_4(tmp_path
         assert names == ["step-00000004", "step-00000006"], point
 
 
-def train_here(tmp_path: Path, name: str, attempt: int) -> None:
+def train_here(tmp_path: Path, name: str, attempt: int, steps: int) -> None:
     """A start of the run that random kills meet."""
-    run_here(saving_often(tmp_path, every=1, steps=60), tmp_path / name, attempt)
+    run_here(saving_often(tmp_path, every=1, steps=steps), tmp_path / name, attempt)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.soak)])
 def test_a_run_killed_at_random_times_ends_as_undisturbed_ckpt_4(tmp_path: Path, kills: int) -> None:
     """CKPT-4: killed again and again while it saves after each step, it goes on each time."""
-    context, delays = forkserver(), random.Random(kills)
+    context, delays, whole = forkserver(), random.Random(kills), 12 + 4 * kills
     steps = []
     for attempt in range(1, kills + 1):
-        process = context.Process(target=train_here, args=(tmp_path, "killed", attempt))
+        process = context.Process(target=train_here, args=(tmp_path, "killed", attempt, whole))
         process.start()
         begun = steps[-1] if steps else 0
         while process.is_alive() and last_step(tmp_path / "killed") <= begun + 1:
@@ -223,10 +224,10 @@ def test_a_run_killed_at_random_times_ends_as_undisturbed_ckpt_4(tmp_path: Path,
         assert all(is_complete(path) for path in found.parent.glob("step-*"))
         steps.append(int(found.name.removeprefix("step-")))
     assert steps == sorted(steps)
-    assert steps[-1] < 60, "the run was done before it was killed often enough"
+    assert steps[-1] < whole, "the run was done before it was killed often enough"
     for name in ("killed", "undisturbed"):
-        train_here(tmp_path, name, kills + 1)
-    assert is_same(tmp_path / "killed", tmp_path / "undisturbed", 60)
+        train_here(tmp_path, name, kills + 1, whole)
+    assert is_same(tmp_path / "killed", tmp_path / "undisturbed", whole)
 
 
 def last_step(run: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -25,8 +26,12 @@ from src.config import (
     PipelineConfig,
     PrecisionConfig,
 )
+from src.mesh_spec import parse
 from src.models.layers import Experts
+from src.trainer.backends.native import NativeBackend
 from src.trainer.checkpoint.flat import flatten
+from src.trainer.data.corpus import open_data
+from src.trainer.evaluation import HeldOut, sum_heldout
 from src.trainer.loop import train
 from src.trainer.lr_schedule import learning_rate
 from src.trainer.parallel.rules import STAGES_PER_RANK
@@ -242,3 +247,47 @@ def test_a_race_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     changed, is_same = differences(tmp_path, "single")
     assert changed
     assert not is_same
+
+
+def heldout(tmp_path: Path, meshes: list[MeshConfig], samples: int) -> list[HeldOut]:
+    """Sums over the held-out samples on each mesh."""
+    found = []
+    for mesh in meshes:
+        settings = config(tmp_path, mesh, evaluation=EvaluationConfig(samples=samples), global_batch_size=8)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        runtime = join(mesh, rank, rank, torch.device("cpu"))
+        backend = NativeBackend.build(settings, runtime)
+        found.append(sum_heldout(settings, open_data(settings), backend, runtime))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "ranks", "specs"), [(7, 4, ["dp4", "ep4", "pp2ep2"]), (1, 8, ["dp2ep4", "rep2dp4"])]
+)
+def test_held_out_loss_is_the_same_on_every_mesh(
+    tmp_path: Path, samples: int, ranks: int, specs: list[str]
+) -> None:
+    """EVAL-1: also where some data ranks have nothing but filler."""
+    (alone,) = heldout(tmp_path, [MeshConfig("single")], samples)
+    meshes = [MeshConfig(spec, **parse(spec)) for spec in specs]
+    for by_mesh in world.run(ranks, heldout, tmp_path, meshes, samples):
+        for found in by_mesh:
+            assert found.tokens == alone.tokens > 0
+            assert found.nats == pytest.approx(alone.nats, rel=1e-12)
+
+
+def one_step(tmp_path: Path) -> None:
+    """A run that ends while its loader still has steps to read ahead."""
+    settings = config(tmp_path, MeshConfig("ep2", ep=2), max_steps=1, evaluation=EvaluationConfig("none"))
+    settings.data.prefetch = 4
+    run_on_ranks(settings, tmp_path / "run", 1, StopRequest(tmp_path))
+    assert all(thread.name != "loader" for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_short_runs_end_without_an_error(tmp_path: Path, runs: int) -> None:
+    """LOAD-2: the reader's thread ends before the process group; every rank exits 0, time and again."""
+    for number in range(runs):
+        world.run(2, one_step, tmp_path / str(number))
