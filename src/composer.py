@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src import overrides as lines
-from src.conf_files import Source, check_file
+from src.conf_files import Source, check_file, read
 from src.errors import Problem, UserError
 from src.fields import schema_of
 from src.models.schema import FAMILIES
@@ -102,6 +102,19 @@ class Composer:
         except FAILURES as error:
             raise UserError([Problem("composition", _first_lines(error))]) from error
         return Tree(config, tree.is_multirun)
+
+    def options(self, group: str) -> list[str]:
+        """Names of a group's options that have files."""
+        return self._groups.options(group)
+
+    def given(self, overrides: Sequence[str]) -> frozenset[str]:
+        """Keys that somebody set: by overrides, and by any file but that of the model's family itself."""
+        request = self._request(overrides)
+        chosen = self._choices(request, multirun=False)
+        files = [item for item in self._files(chosen.lines) if item != (f"model/{chosen.family}", "model")]
+        known = schema_of(chosen.family)
+        written = {key.key for source in _sources(self._loader, files) for key in read(source, known)}
+        return frozenset(written | {item.key for item in request.values})
 
     def _request(self, overrides: Sequence[str]) -> _Request:
         parsed = [self._parse(line) for line in overrides]

@@ -9,7 +9,7 @@ from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
 from src.models.hf import is_windowed
-from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, DenseConfig, HfConfig, ModelConfig, Qwen3MoeConfig
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -157,13 +157,14 @@ Rows = list[tuple[bool, str, str, str, str]]
 def _sizes(model: ModelConfig) -> Rows:
     if isinstance(model, DeepseekV2Config):
         return _deepseek(model)
+    if isinstance(model, DenseConfig):
+        return _dense(model)
     return _qwen3_moe(model) if isinstance(model, Qwen3MoeConfig) else []
 
 
-def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
-    """Sizes that contradict each other; ROUTE-3, ATT-2 and ATT-4 are the rules."""
-    heads, kv, step, last = m.num_heads, m.num_kv_heads, m.decoder_sparse_step, m.num_layers - 1
-    outside = [index for index in m.mlp_only_layers if not 0 <= index <= last]
+def _grouped_heads(m: Qwen3MoeConfig | DenseConfig) -> Rows:
+    """Heads of grouped-query attention that contradict each other (ATT-2, ATT-4)."""
+    heads, kv = m.num_heads, m.num_kv_heads
     return [
         (
             *(not 1 <= kv <= heads or heads % kv != 0, "model.num_kv_heads"),
@@ -173,6 +174,25 @@ def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
             *(m.head_dim < 2 or m.head_dim % 2 != 0, "model.head_dim"),
             *(f"{m.head_dim} is no even width; positions rotate pairs", "an even width", "ATT-2"),
         ),
+    ]
+
+
+def _dense(m: DenseConfig) -> Rows:
+    return [
+        *_grouped_heads(m),
+        (
+            *(m.intermediate_size < 1, "model.intermediate_size"),
+            *(f"{m.intermediate_size} is no width of an FFN", "at least 1", "DENSE-1"),
+        ),
+    ]
+
+
+def _qwen3_moe(m: Qwen3MoeConfig) -> Rows:
+    """Sizes that contradict each other; ROUTE-3 and those of the heads are the rules."""
+    step, last = m.decoder_sparse_step, m.num_layers - 1
+    outside = [index for index in m.mlp_only_layers if not 0 <= index <= last]
+    return [
+        *_grouped_heads(m),
         (
             *(bool(outside), "model.mlp_only_layers"),
             *(f"{outside} are none of the {m.num_layers} layers", f"layers 0 to {last}", "ROUTE-3"),

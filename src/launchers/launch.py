@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from src import runs
+from src import match, runs
 from src.code_identity import CodeRecord, code_diff, code_record
 from src.compose import dump_config
 from src.config import Config
@@ -98,8 +98,9 @@ def find_and_run(launch: Launch) -> int:
     console = launch.console
     for warning in unknown_names(os.environ):
         console.error(warning)
-    with console.phase("plan"):
+    with console.phase("plan") as words:
         plan = make_plan(launch.config, launch.overrides)
+        words += [match.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
     with console.phase("run") as words:

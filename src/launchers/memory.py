@@ -7,7 +7,7 @@ from math import prod
 
 from src.config import Config
 from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, DenseConfig, Qwen3MoeConfig
 from src.trainer.parallel.layout import Coordinates, coordinates, micro_batches, split_layers, stage_count
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
@@ -135,17 +135,23 @@ def _live(config: Config, pp: int) -> int:
 def _layer_numbers(config: Config) -> int:
     """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
     model = config.model
-    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig):
+    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig | DenseConfig):
         return 16 * model.hidden_size
     scores = 2 * model.num_heads * config.sequence_length
+    return 8 * model.hidden_size + _head_numbers(model) + scores + _ffn_numbers(model)
+
+
+def _ffn_numbers(model: DeepseekV2Config | Qwen3MoeConfig | DenseConfig) -> int:
+    """Gate, up, their product and the output: of the dense FFN, or of each expert that a token visits."""
+    if isinstance(model, DenseConfig):
+        return 3 * model.intermediate_size + model.hidden_size
     shared = model.num_shared_experts if isinstance(model, DeepseekV2Config) else 0
-    rows = (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
-    return 8 * model.hidden_size + _head_numbers(model) + scores + rows
+    return (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
 
 
-def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig) -> int:
+def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig | DenseConfig) -> int:
     """Queries, keys, values and what attention gives, of one token."""
-    if isinstance(model, Qwen3MoeConfig):
+    if not isinstance(model, DeepseekV2Config):
         return 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     key = model.qk_nope_head_dim + model.qk_rope_head_dim
     return model.num_heads * (2 * key + 2 * model.v_head_dim)

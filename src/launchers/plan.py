@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from src import match
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
@@ -70,6 +71,8 @@ class LaunchPlan:
     ranks: list[RankPlan]
     parameters: dict[str, int]
     """Of the whole model: total, and active per token."""
+    match: dict[str, str | int] | None
+    """What `model.match` asks for and what the model counts; null without it."""
     batch: dict[str, int]
     """Samples, micro-batches, data ranks, and tokens of a step."""
     data_key: str | None
@@ -104,6 +107,7 @@ class LaunchPlan:
                 "model",
                 f"{self.parameters['total']:,} parameters, {self.parameters['active']:,} active per token",
             ),
+            *([("match", match.words(self.match))] if self.match else []),
             (
                 "mesh",
                 f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}{nodes}",
@@ -170,6 +174,7 @@ def make_plan(
         mesh=asdict(config.mesh),
         ranks=ranks,
         parameters={"total": counts.total, "active": counts.active},
+        match=match.description(config.model, config.sequence_length),
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),

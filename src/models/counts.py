@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, cast
 from src.models.names import is_expert_stack, is_moe_layer, parameters
 
 if TYPE_CHECKING:
-    from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, MoeConfig, Qwen3MoeConfig
+    from src.models.schema import (
+        DeepseekV2Config,
+        DenseConfig,
+        HfConfig,
+        ModelConfig,
+        MoeConfig,
+        Qwen3MoeConfig,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def _latent_widths(config: DeepseekV2Config) -> int:
     return config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
 
 
-def _grouped_widths(config: Qwen3MoeConfig | HfConfig) -> int:
+def _grouped_widths(config: Qwen3MoeConfig | DenseConfig | HfConfig) -> int:
     return config.num_heads * 2 * config.head_dim
 
 
@@ -88,6 +95,7 @@ def _grouped_widths(config: Qwen3MoeConfig | HfConfig) -> int:
 _HEAD_WIDTHS: dict[str, Callable[..., int]] = {
     "deepseek_v2": _latent_widths,
     "qwen3_moe": _grouped_widths,
+    "dense": _grouped_widths,
     "hf": _grouped_widths,
 }
 

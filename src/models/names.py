@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, cast
 from src.models import hf
 
 if TYPE_CHECKING:
-    from src.models.schema import DeepseekV2Config, HfConfig, ModelConfig, MoeConfig, Qwen3MoeConfig
+    from src.models.schema import (
+        DeepseekV2Config,
+        DenseConfig,
+        HfConfig,
+        ModelConfig,
+        MoeConfig,
+        Qwen3MoeConfig,
+    )
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -104,29 +111,36 @@ def _deepseek_v2_layer(config: DeepseekV2Config, index: int) -> Shapes:
 
 
 def _qwen3_moe_layer(config: Qwen3MoeConfig, index: int) -> Shapes:
+    """Grouped-query attention with the norms over one head of queries and of keys (ATT-4)."""
+    C = config.head_dim
+    attention = _grouped_attention(config) | {"q_norm.weight": (C,), "k_norm.weight": (C,)}
+    return _decoder_layer(config, index, attention)
+
+
+def _dense_layer(config: DenseConfig, index: int) -> Shapes:
     return _decoder_layer(config, index, _grouped_attention(config))
 
 
-def _decoder_layer(config: MoeConfig, index: int, attention: Shapes) -> Shapes:
+def _decoder_layer(config: MoeConfig | DenseConfig, index: int, attention: Shapes) -> Shapes:
     """Norms, attention, and the dense FFN or the routed experts of a pre-norm layer."""
-    D, E, F = config.hidden_size, config.num_experts, config.expert_size
+    D = config.hidden_size
     shapes: Shapes = {"input_layernorm.weight": (D,)}
     shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes["post_attention_layernorm.weight"] = (D,)
     if not is_moe_layer(config, index):
         return shapes | _swiglu("mlp", D, config.intermediate_size)
+    E, F = config.num_experts, cast("MoeConfig", config).expert_size
     shapes["mlp.gate.weight"] = (E, D)
     return shapes | {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
 
 
-def _grouped_attention(config: Qwen3MoeConfig) -> Shapes:
-    """Projections, and the norms over one head of queries and of keys (ATT-4)."""
+def _grouped_attention(config: Qwen3MoeConfig | DenseConfig) -> Shapes:
+    """Its four projections; keys and values have heads of their own number."""
     D, C, bias = config.hidden_size, config.head_dim, config.attention_bias
     q_width, kv_width = config.num_heads * C, config.num_kv_heads * C
     shapes = _linear("q_proj", q_width, D, bias)
     shapes |= _linear("k_proj", kv_width, D, bias) | _linear("v_proj", kv_width, D, bias)
-    shapes |= _linear("o_proj", D, q_width, bias)
-    return shapes | {"q_norm.weight": (C,), "k_norm.weight": (C,)}
+    return shapes | _linear("o_proj", D, q_width, bias)
 
 
 def _latent_attention(config: DeepseekV2Config) -> Shapes:
@@ -173,9 +187,11 @@ def _by_list_or_step(config: Qwen3MoeConfig, index: int) -> bool:
 _LAYERS: dict[str, Callable[..., Shapes]] = {
     "deepseek_v2": _deepseek_v2_layer,
     "qwen3_moe": _qwen3_moe_layer,
+    "dense": _dense_layer,
 }
 _IS_MOE: dict[str, Callable[..., bool]] = {
     "deepseek_v2": _after_first_dense,
     "qwen3_moe": _by_list_or_step,
+    "dense": lambda config, index: False,
     "hf": lambda config, index: False,  # Its routers are its own; nothing of ours looks at them.
 }

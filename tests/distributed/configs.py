@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from src.config import BalanceConfig, Config, KernelsConfig, MeshConfig, PipelineConfig, PrecisionConfig
-from src.models.schema import MoeConfig
+from src.models.schema import ModelConfig
 from tests.distributed.batches import BLOCK, LENGTH, SAMPLES
 from tests.models import odd
 
 Key = tuple[str, str, str]
 """Family, batch and precision: what the oracle of a case depends on."""
-MODELS: dict[str, MoeConfig] = {
+MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
+    "dense": odd.dense(num_layers=4),
 }
 
 
@@ -89,12 +90,15 @@ EXTRA = {
 replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
 
 
-QWEN = {
-    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family="qwen3_moe")],
-    2: [Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)],
+FAMILIES = {
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in ("qwen3_moe", "dense")],
+    2: [
+        *(Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)),
+        *(Case(mesh, "1f1b", "packed", "fp64", family="dense") for mesh in (DP2, REP2, PP2)),
+    ],
     4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family="qwen3_moe") for batch in BATCHES],
 }
-"""The other family on a few: what it adds is in its layers, which know nothing of ranks."""
+"""The other families on a few: what they add is in their layers, which know nothing of ranks."""
 
 
 def matrix(ranks: int) -> list[Case]:
@@ -105,7 +109,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *QWEN[ranks]]
+    ] + [*EXTRA.get(ranks, []), *FAMILIES[ranks]]
 
 
 def make_config(case: Case) -> Config:

@@ -39,10 +39,16 @@ TABLE = {
         {2048: (138.87, 148.33), 4096: (148.33, 167.26), 8192: (167.26, 205.10)},
         (None, 2_415_919_104, 71_835_904, 622_329_856),
     ),
+    "dense/llama3_8b": (
+        (8_030_261_248, 8_030_261_248, 7_504_658_432),
+        {2048: (46.64, 48.25), 4096: (48.25, 51.47), 8192: (51.47, 57.91)},
+        (218_112_000, 0, 218_112_000, 525_336_576),
+    ),
 }
 TINY = {
     "deepseek_v2": (942_296, [1, 2, 3, 4, 5, 6]),
     "qwen3_moe": (1_033_536, [0, 1, 2, 4, 5, 6, 7]),
+    "dense": (314_176, []),
 }
 """Parameters without the two tables, and the layers with experts."""
 
@@ -99,6 +105,9 @@ def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: Pre
         ("qwen3_moe", {"num_kv_heads": 3}),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
         ("qwen3_moe", {"decoder_sparse_step": 3}),
+        ("dense", {"tie_embeddings": True}),
+        ("dense", {"attention_bias": True}),
+        ("dense", {"num_kv_heads": 3}),
     ],
 )
 def test_switches_change_shapes_and_build_alike(family: str, changes: dict[str, object]) -> None:
@@ -155,7 +164,7 @@ def test_a_tied_head_still_multiplies() -> None:
 
 
 def test_cfg_18_counts_and_names_import_no_torch() -> None:
-    modules = "src.models.counts, src.models.names, src.models.schema, src.models.stage"
+    modules = "src.models.counts, src.models.names, src.models.schema, src.models.stage, src.match"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

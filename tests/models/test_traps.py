@@ -80,6 +80,7 @@ SWITCHES = {
 HONOURED = {
     "deepseek_v2": {"first_dense", "routed_scaling"},
     "qwen3_moe": {"mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"},
+    "dense": set(),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.errors import Problem
-from src.models.convert import deepseek_v2, qwen3_moe
+from src.models.convert import deepseek_v2, dense, qwen3_moe
 from src.models.convert.stacks import hf_parameter
 
 
@@ -21,8 +21,8 @@ class Conversion:
     """Name of a parameter of our model → of the same tensor in transformers' model."""
     problems: Callable[..., list[Problem]]
     """Our config → what transformers' model cannot be."""
-    router: str
-    """Module within a decoder layer that returns router logits, weights and expert ids."""
+    router: str | None
+    """Module within a decoder layer that returns router logits, weights and expert ids; None without any."""
 
 
 CONVERSIONS: dict[str, Conversion] = {
@@ -37,6 +37,12 @@ CONVERSIONS: dict[str, Conversion] = {
         parameter=hf_parameter,
         problems=qwen3_moe.hf_problems,
         router=qwen3_moe.ROUTER,
+    ),
+    "dense": Conversion(
+        config=dense.hf_config,
+        parameter=hf_parameter,
+        problems=dense.hf_problems,
+        router=None,
     ),
 }
 """Family → its conversion."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +110,7 @@ class Peer(nn.Module):
             yield
             return
         router = conversion_of(self.config).router
+        assert router is not None, self.config.family
         routers = [self.model.layers[index].get_submodule(router) for index in layers]
         handles = [
             router.register_forward_hook(partial(_balanced, balances.at(index)))
@@ -146,17 +147,14 @@ def conversion_of(config: ModelConfig) -> Conversion:
 def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
     """The implementation that runs: `auto` is grouped_mm where its rows are whole 16-byte blocks, else eager.
 
-    A model of a directory keeps transformers' own default under `auto`, which is None.
+    Where we know of no experts, transformers keeps its own default under `auto`, which is None.
 
     Raises:
         UserError: grouped_mm was asked for by name and the widths do not allow it (3).
     """
-    if isinstance(config, HfConfig):
+    if not isinstance(config, MoeConfig):
         return None if wanted == "auto" else wanted
-    widths = {
-        "model.hidden_size": config.hidden_size,
-        "model.expert_size": cast(MoeConfig, config).expert_size,
-    }
+    widths = {"model.hidden_size": config.hidden_size, "model.expert_size": config.expert_size}
     unit = 16 // dtype.itemsize
     odd = {key: width for key, width in widths.items() if width % unit}
     if wanted == "auto":
