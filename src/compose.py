@@ -87,7 +87,7 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
 def _sized(tree: Tree, composer: Composer, overrides: Sequence[str]) -> Config:
     """The typed config; a model that follows another preset has its sizes."""
     config = typed(tree.config)
-    size_like(config, composer, composer.given(overrides))
+    size_like(config, composer, overrides)
     return config
 
 

@@ -86,6 +86,7 @@ class Composer:
         self._repositories: dict[tuple[str, ...], CachingConfigRepository] = {}
         self._lists: dict[tuple[str, ...], DefaultsList] = {}
         self._trees: dict[tuple[str, ...], Tree] = {}
+        self._written: dict[tuple[str, ...], frozenset[str]] = {}
 
     def problems(self, overrides: Sequence[str], multirun: bool) -> list[Problem]:
         """Everything wrong with the overrides, all values of a sweep, and the files they choose."""
@@ -111,10 +112,12 @@ class Composer:
         """Keys that somebody set: by overrides, and by any file but that of the model's family itself."""
         request = self._request(overrides)
         chosen = self._choices(request, multirun=False)
-        files = [item for item in self._files(chosen.lines) if item != (f"model/{chosen.family}", "model")]
-        known = schema_of(chosen.family)
-        written = {key.key for source in _sources(self._loader, files) for key in read(source, known)}
-        return frozenset(written | {item.key for item in request.values})
+        if chosen.lines not in self._written:
+            own, known = (f"model/{chosen.family}", "model"), schema_of(chosen.family)
+            files = [item for item in self._files(chosen.lines) if item != own]
+            sources = _sources(self._loader, files)
+            self._written[chosen.lines] = frozenset(key.key for s in sources for key in read(s, known))
+        return self._written[chosen.lines] | {item.key for item in request.values}
 
     def _request(self, overrides: Sequence[str]) -> _Request:
         parsed = [self._parse(line) for line in overrides]

@@ -5,7 +5,7 @@ The sizes are written into the config, so ranks, resume and the run's identity s
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from src import reserved
 from src.composer import Composer
@@ -21,13 +21,13 @@ SOLVED = ("intermediate_size", "match_target")
 """Keys that follow from the others."""
 
 
-def size_like(config: Config, composer: Composer, given: Container[str]) -> None:
+def size_like(config: Config, composer: Composer, overrides: Sequence[str]) -> None:
     """Give a dense model that has `match` its sizes.
 
     Args:
         config: as typed, changed in place.
-        composer: knows the presets.
-        given: dotted keys that were set by more than the family's own file; they stay as they are.
+        composer: knows the presets, and which keys somebody set; those stay as they are.
+        overrides: what the config was composed from.
 
     Raises:
         UserError: unknown preset or measure, a key that follows from the others, or no width left (2).
@@ -35,6 +35,7 @@ def size_like(config: Config, composer: Composer, given: Container[str]) -> None
     model = config.model
     if not isinstance(model, DenseConfig):
         return
+    given = composer.given(overrides)
     raise_all(list(_solved(model, given)))
     if model.match is None:
         return

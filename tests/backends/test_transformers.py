@@ -21,7 +21,7 @@ from src.trainer.runtime import join, start
 from tests.backends.compare import SINGLE, Choice, measure, trace_of
 from tests.distributed import laws, world
 from tests.distributed.batches import step_batch
-from tests.distributed.configs import BATCHES, MESHES, Case
+from tests.distributed.configs import BATCHES, MESHES, MODELS, Case
 from tests.distributed.laws import worst
 from tests.distributed.reference import Trace
 
@@ -41,6 +41,7 @@ CHOICES = {
     "qwen3_moe, not renormalised, by step": Choice(
         attention="sdpa", model={"norm_topk_prob": False, "decoder_sparse_step": 2}
     ),
+    "dense": Choice(attention="auto", experts="auto"),
 }
 FAST = ("eager", "sdpa", "grouped_mm", "qwen3_moe")
 """The others change what is mapped by name, and take a native trace each."""
@@ -66,7 +67,7 @@ def case(batch: str, family: str = "deepseek_v2") -> Case:
 
 def family(name: str) -> str:
     """The model family of a choice."""
-    return "qwen3_moe" if name.startswith("qwen3_moe") else "deepseek_v2"
+    return next((known for known in MODELS if name.startswith(known)), "deepseek_v2")
 
 
 ROWS = [

@@ -147,7 +147,8 @@ def test_experiments_compose() -> None:
         text = (CONF / "experiment" / f"{name}.yaml").read_text()
         head = [line for line in text.splitlines()[:5] if line.startswith("# ")]
         assert head[0] == "# @package _global_"
-        assert head[1] == f"# python train.py experiment={name}"
+        many = "-m " if "sweeper" in text else ""
+        assert head[1] == f"# python train.py {many}experiment={name}"
         assert "minute" in head[2] or "tokens/s" in head[2]
         assert config.experiment == name
         assert "launcher" not in text

@@ -108,7 +108,7 @@ def test_dense_1_any_mixture_has_a_twin(
 
 
 def test_dense_1_what_was_typed_stays() -> None:
-    """A typed size stays even where it is the family's own default, and the vocabulary counts on both sides."""
+    """A typed size stays even where it is the family's default, and the vocabulary is that of both."""
     typed = ("model.num_layers=6", "model.num_heads=8", "model.num_kv_heads=8", "model.vocab_size=301")
     m = dense(composed("model.match=deepseek_v2:active", *typed))
     assert (m.num_layers, m.num_heads, m.num_kv_heads, m.vocab_size) == (6, 8, 8, 301)
