@@ -13,7 +13,7 @@ from src.config import Config
 from src.errors import Problem
 from src.fields import edit_distance
 from src.models.schema import DenseConfig, ModelConfig
-from src.models.twin import ATTENTION, MEASURES, measured, twin
+from src.models.twin import ATTENTION, MEASURES, twin
 from src.trainer.data import keys
 from src.tree import raise_all, typed
 
@@ -42,28 +42,12 @@ def size_like(config: Config, composer: Composer, overrides: Sequence[str]) -> N
     preset, _, measure = model.match.partition(":")
     raise_all([*_preset_problems(preset, composer), *_measure_problems(preset, measure)])
     other = typed(composer.compose([f"model={preset}"]).config).model
+    raise_all(list(_follower(other)))
     if model.vocab_size is None:
         model.vocab_size = keys.vocab_size(config) if other.vocab_size is None else other.vocab_size
     mine = {key.removeprefix("model.") for key in _fields(model) if f"model.{key}" in given}
     config.model = twin(model, other, measure, config.sequence_length, mine)
     raise_all(list(_too_small(config.model, preset, measure)))
-
-
-def description(model: ModelConfig, sequence_length: int) -> dict[str, str | int] | None:
-    """What a model was matched to, what that counts and what it counts itself; None for any other model."""
-    if not isinstance(model, DenseConfig) or model.match is None or model.match_target is None:
-        return None
-    preset, _, measure = model.match.partition(":")
-    found = measured(model, measure, sequence_length)
-    return {"preset": preset, "measure": measure, "wanted": model.match_target, "found": found}
-
-
-def words(match: dict[str, str | int]) -> str:
-    """A description for a person."""
-    wanted, found = int(match["wanted"]), int(match["found"])
-    apart = found - wanted
-    share = f"{apart:+,} ({100 * apart / wanted:+.3f} %)" if apart else "equal"
-    return f"{MEASURES[str(match['measure'])]} of {match['preset']}: {wanted:,}; here {found:,}, {share}"
 
 
 def _fields(model: DenseConfig) -> list[str]:
@@ -102,6 +86,13 @@ def _measure_problems(preset: str, measure: str) -> list[Problem]:
     fix = " or ".join(f"model.match={preset or 'PRESET'}:{name}" for name in MEASURES)
     message = f"{measure!r} is no measure" if measure else f"no measure behind {preset!r}"
     return [Problem("model.match", message, f"type {fix}", "DENSE-1")]
+
+
+def _follower(other: ModelConfig) -> Iterator[Problem]:
+    """A preset that follows another one has no sizes yet."""
+    if isinstance(other, DenseConfig) and other.match is not None:
+        message = f"{other.name} itself follows {other.match}"
+        yield Problem("model.match", message, f"type model.match={other.match}", "DENSE-1")
 
 
 def _too_small(model: DenseConfig, preset: str, measure: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from src import match, runs
+from src import runs
 from src.code_identity import CodeRecord, code_diff, code_record
 from src.compose import dump_config
 from src.config import Config
@@ -33,6 +33,7 @@ from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
 from src.machine import find_machine
+from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
 from src.runs import Claim
@@ -100,7 +101,7 @@ def find_and_run(launch: Launch) -> int:
         console.error(warning)
     with console.phase("plan") as words:
         plan = make_plan(launch.config, launch.overrides)
-        words += [match.words(plan.match)] if plan.match else []
+        words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
     with console.phase("run") as words:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from src import match
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
@@ -20,6 +19,7 @@ from src.launchers.memory import RankMemory, layers_of, precision_name, rank_mem
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
+from src.models import twin
 from src.models.counts import count
 from src.naming import run_name
 from src.trainer.data.keys import Corpora, data_key
@@ -107,7 +107,7 @@ class LaunchPlan:
                 "model",
                 f"{self.parameters['total']:,} parameters, {self.parameters['active']:,} active per token",
             ),
-            *([("match", match.words(self.match))] if self.match else []),
+            *([("match", twin.words(self.match))] if self.match else []),
             (
                 "mesh",
                 f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}{nodes}",
@@ -174,7 +174,7 @@ def make_plan(
         mesh=asdict(config.mesh),
         ranks=ranks,
         parameters={"total": counts.total, "active": counts.active},
-        match=match.description(config.model, config.sequence_length),
+        match=twin.description(config.model, config.sequence_length),
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),

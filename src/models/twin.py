@@ -46,6 +46,23 @@ def twin(
     return found
 
 
+def description(model: ModelConfig, sequence_length: int) -> dict[str, str | int] | None:
+    """What a model was matched to, what that counts and what it counts itself; None for any other model."""
+    if not isinstance(model, DenseConfig) or model.match is None or model.match_target is None:
+        return None
+    preset, _, measure = model.match.partition(":")
+    found = measured(model, measure, sequence_length)
+    return {"preset": preset, "measure": measure, "wanted": model.match_target, "found": found}
+
+
+def words(match: dict[str, str | int]) -> str:
+    """A description for a person."""
+    wanted, found = int(match["wanted"]), int(match["found"])
+    apart = found - wanted
+    share = f"{apart:+,} ({100 * apart / wanted:+.3f} %)" if apart else "equal"
+    return f"{MEASURES[str(match['measure'])]} of {match['preset']}: {wanted:,}; here {found:,}, {share}"
+
+
 def _of_latent(other: DeepseekV2Config) -> dict[str, int | float]:
     """Every query head with keys of its own: the latent compresses those of as many.
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from src import match
 from src.compose import compose, config_loader, dump_config, identity, load_config
 from src.composer import Composer
 from src.config import Config
@@ -132,7 +131,7 @@ def test_dense_1_config_yaml_needs_no_second_resolution(
 ) -> None:
     """Ranks and resume read numbers, and the identity is made of them."""
     config = composed("model.match=deepseek_v2:active")
-    monkeypatch.delattr(match, "size_like")
+    monkeypatch.delattr("src.compose.size_like")
     (tmp_path / "config.yaml").write_text(dump_config(config))
     read = load_config(tmp_path / "config.yaml")
     assert read == config
@@ -147,6 +146,7 @@ REFUSED = {
     "model.match=deepseek_v2": ("no measure behind 'deepseek_v2'", "model.match=deepseek_v2:active"),
     "model.match=olmoe:active": ("reserved", "what exists: deepseek_v2"),
     "model.match=hf:active": ("no preset 'hf'", "what exists: deepseek_v2"),
+    "model.match=dense/twin:active": ("dense/twin itself follows", "model.match=deepseek_v2:active"),
     "model.match_target=5": ("leave it out",),
     "model.match=deepseek_v2:active model.intermediate_size=176": ("decides it", "leave one of the two out"),
     "model.match=deepseek_v2:active model.num_layers=90": ("no FFN is left", "model.num_layers"),
