@@ -57,6 +57,9 @@ class PipelineConfig:
     """Stages that one rank holds."""
     overlap: bool = False
     """Run one micro-batch's forward against another's backward; only dualpipev will take it."""
+    program: str = choice("auto", "plain", "staged")
+    """`plain` runs a stage's layers under one graph, `staged` runs communication and products apart; `auto`
+    is staged with pp above 1 or with recompute."""
     reduce: str = choice("auto", "step", "micro_batch")
     """When gradients are reduced: once a step (`step`; `auto` too), or after each micro-batch for memory."""
 
@@ -271,7 +274,7 @@ class RecomputeConfig:
     """Which activations are computed again in the backward pass."""
 
     name: str = choice("none", "stage", "full")
-    """`none` keeps all activations."""
+    """`none` keeps all activations, `stage` what crosses between ranks, `full` the input of each layer."""
 
 
 @dataclass
@@ -394,6 +397,8 @@ class DebugConfig:
 
     dump_batches: bool = False
     """Write every micro-batch to `RUN/batches`."""
+    poison: bool = False
+    """Fill each activation with NaN once nothing may read it any more, so that a read too late shows."""
 
 
 @dataclass

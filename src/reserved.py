@@ -37,10 +37,6 @@ RESERVED: dict[str, dict[str, str]] = {
     "precision": {
         "split": "split master weights are not written yet",
     },
-    "recompute": {
-        "stage": "activations cannot be recomputed yet",
-        "full": "activations cannot be recomputed yet",
-    },
     "platform": {"rocm": "the environment of AMD devices is not described yet"},
     "logger": {"mlflow": "there is no mlflow tracker yet"},
     "container": dict.fromkeys(
@@ -81,7 +77,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
         ("balance.kind", config.balance.kind, "balance"),
         ("precision.name", config.precision.name, "precision"),
-        ("recompute.name", config.recompute.name, "recompute"),
         ("platform.name", config.platform.name, "platform"),
         ("container.name", config.container.name, "container"),
         *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),

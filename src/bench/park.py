@@ -6,6 +6,7 @@ detached alias of it, compiled code) stays the one it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -57,9 +58,6 @@ class Garage:
     def _take(self, size: int) -> Tensor:
         """A free slab that is large enough; those that are too small go before a new one comes."""
         fitting = [slab for slab in self._free if slab.numel() >= size]
-        for slab in self._free:
-            if slab not in fitting[:1]:
-                _unpin(slab)
         self._free = []
         return fitting[0] if fitting else _pinned(size)
 
@@ -119,16 +117,18 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 def _pinned(size: int) -> Tensor:
     """Host memory of exactly `size` bytes; torch's own pinned memory comes in powers of two.
 
-    Writing it first lets all threads find the pages, which takes pinning many times as long.
+    Writing it first lets all threads find the pages, which takes pinning many times as long. It is unpinned
+    when it goes: CUDA fails later, and elsewhere, if pages that it holds are given to somebody else.
     """
     slab = torch.empty(size, dtype=torch.uint8).fill_(0)
     if size and torch.cuda.is_available():
         result = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
         if int(result) != 0:
             print(f"{size >> 30} GiB of host memory could not be pinned ({result}): parking is slow")
+        else:
+            weakref.finalize(slab, _unpin, slab.data_ptr()).atexit = False
     return slab
 
 
-def _unpin(slab: Tensor) -> None:
-    if slab.is_pinned():
-        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())  # type: ignore[no-untyped-call]
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

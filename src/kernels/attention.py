@@ -114,7 +114,7 @@ IMPLEMENTATIONS = (
         attention,
         deterministic=(True, True),
         saves="q, k, v, probabilities",
-        features=frozenset({"packed", "unequal_widths", "gqa"}),
+        features=frozenset({"packed", "unequal_widths", "gqa", "context_parallel"}),
     ),
     Implementation(
         "attention",

@@ -32,9 +32,14 @@ class Need:
 
     features: frozenset[str] = frozenset()
     """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths), `gqa`
-    (fewer heads of keys and values than of queries)."""
+    (fewer heads of keys and values than of queries), `context_parallel` (keys come in blocks, forward and
+    backward, with the log-sum-exp over all blocks)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
+
+    def plus(self, feature: str) -> Need:
+        """The same need and one more ability."""
+        return replace(self, features=self.features | {feature})
 
     def without(self, feature: str) -> Need:
         """The same need but for one ability."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, HOPPER_ON, Implementation
+from src.kernels.later import Later
 from src.kernels.opaque import opaque
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -82,26 +83,33 @@ def _outer_shape(y_NM: Tensor, x_ND: Tensor, offs_E: Tensor) -> Tensor:
     return x_ND.new_empty(offs_E.shape[0], y_NM.shape[1], x_ND.shape[1])
 
 
-def _differentiable(name: str, rows: Product, outer: Product) -> Product:
-    """`(x_ND, w_EMD, offs_E int32 ends) -> y_NM`, with dx by rows and dw by outer products."""
+def _differentiable(name: str, rows: Product, outer: Product) -> Callable[..., Tensor]:
+    """`(x_ND, w_EMD, offs_E int32 ends) -> y_NM`, with dx by rows and dw by outer products.
+
+    `later` may take over the weight's gradient.
+    """
     schema = "(Tensor a, Tensor b, Tensor offs) -> Tensor"
     rows = opaque(f"{name}_rows", schema, rows, _rows_shape)
     outer = opaque(f"{name}_outer", schema, outer, _outer_shape)
 
     class GroupedMm(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
+        def forward(ctx: Any, x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor, later: Later | None) -> Tensor:
             ctx.save_for_backward(x_ND, w_EMD, offs_E)
+            ctx.later = later
             return rows(x_ND, w_EMD, offs_E)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
             x_ND, w_EMD, offs_E = ctx.saved_tensors
             dy_NM = grads[0].contiguous()  # A gradient of stride 0, as from `.sum()`, raises in the library.
-            return rows(dy_NM, w_EMD.transpose(1, 2), offs_E), outer(dy_NM, x_ND, offs_E), None
+            dw_EMD = None
+            if ctx.later is None or not ctx.later(w_EMD, lambda: outer(dy_NM, x_ND, offs_E)):
+                dw_EMD = outer(dy_NM, x_ND, offs_E)
+            return rows(dy_NM, w_EMD.transpose(1, 2), offs_E), dw_EMD, None, None
 
-    def grouped_mm(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
-        out: Tensor = GroupedMm.apply(x_ND, w_EMD, offs_E)  # type: ignore[no-untyped-call]
+    def grouped_mm(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor, later: Later | None = None) -> Tensor:
+        out: Tensor = GroupedMm.apply(x_ND, w_EMD, offs_E, later)  # type: ignore[no-untyped-call]
         return out
 
     return grouped_mm

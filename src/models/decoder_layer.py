@@ -45,10 +45,10 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
         logits_TE = self.ops.router_linear(x_TD, self.weight)
-        routed = self.route(logits_TE, None)
+        routed = self.route(logits_TE, batch.ids_TK)
         if batch.balance is None:
             return Routing(routed.ids_TK, routed.weights_TK)
-        ids_TK = batch.balance.choose(routed.ids_TK)
+        ids_TK = routed.ids_TK if batch.ids_TK is not None else batch.balance.choose(routed.ids_TK)
         if ids_TK is not routed.ids_TK:
             routed = self.route(logits_TE, ids_TK)
         weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)

@@ -7,15 +7,17 @@ head, R rotary width.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
 from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
-from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU
+from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
-from src.models.protocol import Batch
+from src.models.protocol import Batch, Context
 from src.models.rotary import softmax_factor
 from src.models.schema import DeepseekV2Config
 
@@ -47,21 +49,50 @@ class LatentAttention(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """[T,D] → [T,D]; T = B·S of the batch."""
         x_BSD = x_TD.view(*batch.positions_BS.shape, self.config.hidden_size)
-        q_BSHC, k_BSHC, v_BSHU = self.heads(x_BSD, *self.rotary(batch))
-        o_BSHU, _ = self.ops.attention(q_BSHC, k_BSHC, v_BSHU, self.scale, batch.documents_BS)
+        q_BSHC, latent_BSL, k_BSR = self.project(x_BSD)
+        angles = self.rotary(batch)
+        if batch.context is not None:
+            o_BSHU = self.attend_across(batch.context, batch.documents_BS, q_BSHC, latent_BSL, k_BSR, *angles)
+        else:
+            kv_BSHX = self.kv_b_proj(latent_BSL).unflatten(-1, (self.config.num_heads, -1))
+            heads: tuple[Tensor, Tensor, Tensor]
+            heads = self.ops.latent_heads(q_BSHC, kv_BSHX, k_BSR, *angles)
+            o_BSHU = attend(self.ops, batch, *heads, self.scale)
         out: Tensor = self.o_proj(o_BSHU.flatten(2).flatten(0, 1))
         return out
 
-    def heads(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B,S,H,C], each [without rotation | rotated], and values [B,S,H,U]."""
-        config = self.config
-        nope, per_head = config.qk_nope_head_dim, (*x_BSD.shape[:2], config.num_heads)
-        q_BSHC = self.queries(x_BSD).view(*per_head, nope + config.qk_rope_head_dim)
-        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([config.kv_lora_rank], -1)
-        kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(latent_BSL)).view(*per_head, nope + config.v_head_dim)
-        heads: tuple[Tensor, Tensor, Tensor]
-        heads = self.ops.latent_heads(q_BSHC, kv_BSHX, k_BSR, cos_BSR, sin_BSR)
-        return heads
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B,S,H,C], the normed latent [B,S,L] and the one rotary key [B,S,R]; nothing is rotated."""
+        q_BSHC = self.queries(x_BSD).view(*x_BSD.shape[:2], self.config.num_heads, -1)
+        latent_BSL, k_BSR = self.kv_a_proj_with_mqa(x_BSD).tensor_split([self.config.kv_lora_rank], -1)
+        return q_BSHC, self.kv_a_layernorm(latent_BSL), k_BSR
+
+    def attend_across(
+        self,
+        context: Context,
+        documents_BS: Tensor | None,
+        q_BSHC: Tensor,
+        latent_BSL: Tensor,
+        k_BSR: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+    ) -> Tensor:
+        """Attention [B,S,H,U] over keys of other ranks: latent and rotated key travel, 576 numbers a token in
+        V2-Lite where keys and values would be 5,120, and every rank makes keys and values of them itself."""
+        nope = self.config.qk_nope_head_dim
+        q_BSHN, q_BSHR = q_BSHC.tensor_split([nope], -1)
+        q_BSHR = self.ops.rope(q_BSHR, cos_BSR, sin_BSR, interleaved=True)
+        k_BSR = self.ops.rope(k_BSR[:, :, None], cos_BSR, sin_BSR, interleaved=True)[:, :, 0]
+
+        def expand(latent_BSL: Tensor, k_BSR: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            kv_BSHX = F.linear(latent_BSL, weight).view(*latent_BSL.shape[:2], self.config.num_heads, -1)
+            k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
+            k_BSHR = k_BSR[:, :, None].expand(*k_BSHN.shape[:3], -1)
+            return torch.cat((k_BSHN, k_BSHR), -1), v_BSHU
+
+        q_BSHC = torch.cat((q_BSHN, q_BSHR), -1)
+        sent, weights = (latent_BSL, k_BSR), (self.kv_b_proj.weight,)
+        return context.attend(q_BSHC, sent, expand, weights, self.scale, documents_BS)
 
     def queries(self, x_BSD: Tensor) -> Tensor:
         """[B,S,H·C], through the query's latent if the config has one."""

@@ -29,7 +29,12 @@ class LocalDispatcher:
         order = self.ops.sort_by_expert(ids_TK, self.experts)
         plan = LocalPlan(order.row_slot_N, order.slot_row_N, ids_TK.shape[1])
         counts_E = order.offs_E.diff(prepend=order.offs_E.new_zeros(1))
-        return self.ops.permute(tokens_TD, *plan), counts_E, plan
+        return self.dispatch_again(tokens_TD, plan), counts_E, plan
+
+    def dispatch_again(self, tokens_TD: Tensor, plan: LocalPlan) -> Tensor:
+        """Rows [T·K,D] as before."""
+        rows_ND: Tensor = self.ops.permute(tokens_TD, *plan)
+        return rows_ND
 
     def combine(self, rows_RD: Tensor, plan: LocalPlan) -> Tensor:
         """Rows [T,K,D] in the order of the tokens."""

@@ -1,4 +1,4 @@
-"""Layers that families share: projections, norm, embedding, FFN, experts, rotary angles.
+"""Layers that families share: projections, norm, embedding, FFN, experts, attention, rotary angles.
 
 Each module declares in `specs` how its own parameters start and are treated (`ParamSpec`); the constructor
 only allocates, so building a model on any device costs no random numbers (ENG-9 fills it by global name).
@@ -128,6 +128,33 @@ class Experts(nn.Module):
         gate_up_R2F = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
         out: Tensor = self.ops.grouped_mm(self.ops.swiglu(gate_up_R2F), self.down, offs_E)
         return out
+
+
+def attend(
+    ops: Ops,
+    batch: Batch,
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale·q·kᵀ)·v over the keys of the same document up to each query, [B,S,H,U].
+
+    Of G heads of keys and values, each serves H/G query heads that follow one another. `window` is the number
+    of keys that a query sees, its own included (ATT-6); `sinks_H` holds a logit per head that joins the
+    denominator (ATT-5).
+    """
+    if batch.context is not None:
+        return batch.context.attend(
+            q_BSHC, (k_BSGC, v_BSGU), None, (), scale, batch.documents_BS, window, sinks_H
+        )
+    asked = {"window": window, "sinks_H": sinks_H}
+    options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    o_BSHU, _ = ops.attention(q_BSHC, k_BSGC, v_BSGU, scale, batch.documents_BS, **options)
+    out: Tensor = o_BSHU
+    return out
 
 
 class Rotary(nn.Module):

@@ -7,6 +7,7 @@ A layer is cut where communication happens: 1 attention and routing, 2 dispatch,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -49,12 +50,49 @@ class Balance(Protocol):
         """
         ...
 
+    def again(self) -> Balance:
+        """The hook for a second forward of the same tokens: the same gradients, nothing counted (ENG-26)."""
+        ...
+
 
 class Balances(Protocol):
     """The balance of a micro-batch, layer by layer."""
 
     def at(self, layer: int) -> Balance:
         """The hook of the layer with this global index."""
+        ...
+
+
+Tensors = tuple[Tensor, ...]
+
+
+class Context(Protocol):
+    """The engine's attention over sequences of which this rank has a part of the positions (ENG-21)."""
+
+    def attend(
+        self,
+        q_BSHC: Tensor,
+        sent: Tensors,
+        expand: Callable[..., tuple[Tensor, Tensor]] | None,
+        weights: Tensors,
+        scale: float,
+        documents_BS: Tensor | None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of this rank's queries to the keys of all ranks, [B,S,H,U].
+
+        Args:
+            q_BSHC: queries of the S positions here; window and causality go by their places in the sample.
+            sent: what travels between the ranks, each [B,S,…]: as `expand` takes it, else keys and values.
+            expand: (*sent, *weights) → keys [B,S,G,C] and values [B,S,G,U], position by position; it must use
+                no other tensor that requires a gradient. None: keys and values travel themselves.
+            weights: parameters that `expand` uses.
+            scale: factor on the scores.
+            documents_BS: as in `Batch`.
+            window: a query sees so many keys, its own included; None: all before it.
+            sinks_H: a logit per head that joins the denominator of the softmax.
+        """
         ...
 
 
@@ -66,19 +104,29 @@ class Batch:
     """int64, restarting at 0 in each document (PACK-6)."""
     cu_seqlens: Tensor | None
     """int32 starts of the segments of the flattened [B*S] tokens, first 0, last B*S; None: every sample is
-    one full document, and attention takes the dense path."""
+    one full document, and attention takes the dense path, or a context has cut the segments."""
     documents_BS: Tensor | None
-    """int32 index of the segment that a position belongs to, unique within the micro-batch; None as above."""
+    """int32 index of the segment that a position belongs to, unique within the micro-batch; None: every
+    sample is one full document."""
     real_BS: Tensor | None
     """bool, False on pads; None: every token is real."""
     balances: Balances | None
     """The engine's hooks into routers; None routes without auxiliary terms or counts."""
     balance: Balance | None = None
     """That of the layer which gets the batch, from `at`."""
+    ids_TK: Tensor | None = None
+    """The experts that this layer's router chose in an earlier forward of the batch; None lets it choose."""
+    context: Context | None = None
+    """Attention where S is a part of the sequence; None: all positions are here."""
 
     def at(self, layer: int) -> Batch:
         """The same batch as the layer with this global index sees it; dense layers need not ask."""
         return self if self.balances is None else replace(self, balance=self.balances.at(layer))
+
+    def again(self, ids_TK: Tensor | None) -> Batch:
+        """The batch for a second forward of a layer, whose router chose `ids_TK` in the first."""
+        balance = None if self.balance is None else self.balance.again()
+        return replace(self, balance=balance, ids_TK=ids_TK)
 
 
 class Layer(Protocol):
@@ -106,6 +154,10 @@ class Dispatcher(Protocol):
         """Rows [R,D] ordered by (local expert, source rank, token), int32 counts [E/ep], an opaque plan."""
         ...
 
+    def dispatch_again(self, tokens_TD: Tensor, plan: object) -> Tensor:
+        """The rows of a dispatch done before, without planning and without a look at the device (ENG-18)."""
+        ...
+
     def combine(self, rows_RD: Tensor, plan: object) -> Tensor:
         """Rows [T,K,D] back at the rank that owns the token."""
         ...
@@ -121,4 +173,4 @@ def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatc
     return layer.aggregate(rows_TKD, routing, carry)
 
 
-__all__ = ["Balance", "Balances", "Batch", "Carry", "Dispatcher", "Layer", "Routing", "run_layer"]
+__all__ = ["Balance", "Balances", "Batch", "Carry", "Context", "Dispatcher", "Layer", "Routing", "run_layer"]

@@ -12,7 +12,7 @@ from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
 from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
-from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU
+from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch
 from src.models.schema import DenseConfig, Qwen3MoeConfig, YarnConfig
@@ -38,7 +38,7 @@ class GroupedAttention(nn.Module):
         """[T,D] → [T,D]; T = B·S of the batch."""
         x_BSD = x_TD.view(*batch.positions_BS.shape, self.config.hidden_size)
         q_BSHC, k_BSGC, v_BSGC = self.heads(x_BSD, *self.rotary(batch))
-        o_BSHC, _ = self.ops.attention(q_BSHC, k_BSGC, v_BSGC, self.scale, batch.documents_BS)
+        o_BSHC = attend(self.ops, batch, q_BSHC, k_BSGC, v_BSGC, self.scale)
         out: Tensor = self.o_proj(o_BSHC.flatten(2).flatten(0, 1))
         return out
 

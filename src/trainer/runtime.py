@@ -32,6 +32,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("pp",),
     ("rep",),
+    ("cp",),
     ("ep",),
     ("dp", "cp"),
     ("dp", "cp", "ep"),

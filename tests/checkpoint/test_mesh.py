@@ -23,6 +23,7 @@ MESHES = {
     "ep2": {"ep": 2},
     "dp2": {"dp": 2},
     "rep2": {"rep": 2},
+    "cp2": {"cp": 2},
     "pp2": {"pp": 2},
     "pp2ep2": {"pp": 2, "ep": 2},
     "dp4": {"dp": 4},
@@ -215,7 +216,7 @@ def test_files_depend_on_no_mesh_ckpt_13(saved: Path) -> None:
 
 def test_every_rank_writes_its_own_and_replicas_nothing_ckpt_11(saved: Path) -> None:
     """CKPT-11: a file per rank of a replica, none of a second replica, experts spread over their owners."""
-    writers = {"single": 1, "ep2": 2, "dp2": 2, "rep2": 1, "pp2": 2, "pp2ep2": 4, "dp4": 4}
+    writers = {"single": 1, "ep2": 2, "dp2": 2, "rep2": 1, "cp2": 2, "pp2": 2, "pp2ep2": 4, "dp4": 4}
     for mesh, count in writers.items():
         meta, _ = read_meta(saved / mesh / "checkpoints" / "step-00000001")
         assert sorted(meta.files) == sorted(

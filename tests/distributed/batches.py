@@ -15,8 +15,12 @@ SAMPLES = 24
 """Global batch: 24 samples in micro-batches of 2 are 12, 6 or 3 micro-batches on 1, 2 or 4 data ranks."""
 BLOCK = 2
 
-PACKED = ((13,), (4, 9), (2, 2, 3), (5, 1, 7), (13,), (6, 4), (3, 3, 3, 4))
-"""Document lengths of the packed samples, in turn; what is missing to 13 is padding."""
+PACKED = {
+    LENGTH: ((13,), (4, 9), (2, 2, 3), (5, 1, 7), (13,), (6, 4), (3, 3, 3, 4)),
+    12: ((12,), (4, 8), (2, 2, 3), (5, 1, 6), (12,), (6, 4), (3, 3, 3, 3)),
+}
+"""Length of a sample → document lengths of the packed samples, in turn; what is missing is padding. Twelve
+positions are blocks of three on two context-parallel ranks."""
 WITHOUT_LABELS = (4, 5)
 """Samples that have no label at all: one whole micro-batch, and the only one of a rank at some point."""
 
@@ -32,25 +36,45 @@ class Sample:
 
 
 def samples(kind: str, step: int) -> list[Sample]:
-    """The global batch of a step: `dense` or `packed`."""
-    generator = torch.Generator().manual_seed(7000 + step + (100 if kind == "packed" else 0))
-    return [_sample(kind, index, generator) for index in range(SAMPLES)]
+    """The global batch of a step: `dense` or `packed`, with the length behind it if that is another.
+
+    Lengths of documents that nobody listed are drawn.
+    """
+    packed, size = kind.startswith("packed"), length_of(kind)
+    generator = torch.Generator().manual_seed(7000 + step + (100 if packed else 0))
+    return [_sample(packed, size, index, generator) for index in range(SAMPLES)]
 
 
-def _sample(kind: str, index: int, generator: torch.Generator) -> Sample:
-    lengths = PACKED[index % len(PACKED)] if kind == "packed" else (LENGTH,)
-    ids_S = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
-    labels_S = torch.full((LENGTH,), -100)
+def _drawn(size: int, generator: torch.Generator) -> tuple[int, ...]:
+    """Documents one behind the other; the last may leave room for padding."""
+    lengths: tuple[int, ...] = ()
+    while sum(lengths) < size - 2 and len(lengths) < 5:
+        most = size - sum(lengths)
+        lengths += (int(torch.randint(1, most + 1, (), generator=generator)),)
+    return lengths
+
+
+def length_of(kind: str) -> int:
+    """Positions of a sample."""
+    return int(kind.removeprefix("dense").removeprefix("packed") or LENGTH)
+
+
+def _sample(packed: bool, size: int, index: int, generator: torch.Generator) -> Sample:
+    lengths = (size,)
+    if packed:
+        lengths = PACKED[size][index % len(PACKED[size])] if size in PACKED else _drawn(size, generator)
+    ids_S = torch.randint(1, VOCABULARY, (size,), generator=generator)
+    labels_S = torch.full((size,), -100)
     start = 0
     for length in lengths:
         labels_S[start : start + length - 1] = ids_S[start + 1 : start + length]
         start += length
-    if kind == "packed" and index in WITHOUT_LABELS:
+    if packed and index in WITHOUT_LABELS:
         labels_S[:] = -100
-    padded = start < LENGTH
+    padded = start < size
     if padded:
         ids_S[start:] = 0
-        lengths = (*lengths, LENGTH - start)
+        lengths = (*lengths, size - start)
     return Sample(lengths, padded, ids_S, labels_S)
 
 

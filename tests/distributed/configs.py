@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from src.config import BalanceConfig, Config, KernelsConfig, MeshConfig, PipelineConfig, PrecisionConfig
+from src.config import (
+    BalanceConfig,
+    Config,
+    KernelsConfig,
+    MeshConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from src.models.schema import ModelConfig
-from tests.distributed.batches import BLOCK, LENGTH, SAMPLES
+from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
 Key = tuple[str, str, str]
@@ -31,16 +39,20 @@ class Case:
     """Micro-batch size; another than `BLOCK` only where the auxiliary loss does not depend on it."""
     family: str = "deepseek_v2"
     """The model family."""
+    recompute: str = "none"
+    """What is computed again."""
+    model: ModelConfig | None = None
+    """Another model than the family's."""
 
     @property
     def balance(self) -> str:
         """Every kind of auxiliary loss meets every mesh."""
-        if self.batch == "dense":
+        if self.batch.startswith("dense"):
             return "sequence"
         return "global_batch_lagged" if self.precision == "fp64" else "micro_batch"
 
     def __str__(self) -> str:
-        options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}")
+        options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
         return "-".join((self.family, self.mesh.spec, *options))
 
     @property
@@ -65,6 +77,7 @@ BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
 
+SINGLE = MESHES[1][0]
 DP2, REP2, EP2, PP2 = MESHES[2]
 EXTRA = {
     2: [
@@ -101,6 +114,35 @@ FAMILIES = {
 """The other families on a few: what they add is in their layers, which know nothing of ranks."""
 
 
+CP2 = MeshConfig("cp2", cp=2)
+CUT_BY_TWO = (
+    MeshConfig("pp2cp2", pp=2, cp=2),
+    MeshConfig("cp2ep2", cp=2, ep=2),
+    MeshConfig("dp2cp2", dp=2, cp=2),
+    MeshConfig("rep2cp2", rep=2, cp=2),
+)
+CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"))
+"""Families with batches that two context-parallel ranks can cut."""
+CONTEXT = {
+    2: [Case(CP2, "1f1b", batch, "fp64", family=family) for family, batch in CUT],
+    4: [
+        Case(mesh, "1f1b", batch, "fp64", family=family)
+        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT, strict=True)
+    ],
+}
+"""Samples whose positions lie on two ranks."""
+MORE_CONTEXT = {
+    2: [
+        *(Case(CP2, "1f1b", batch, "fp32") for _, batch in CUT),
+        Case(CP2, "1f1b", "packed12", "fp64", family="qwen3_moe"),
+        Case(CP2, "1f1b", "dense12", "fp64"),
+        Case(CP2, "1f1b", "packed12", "fp64", family="dense"),
+    ],
+    4: [Case(mesh, "gpipe", batch, "fp64", family=family) for mesh in CUT_BY_TWO for family, batch in CUT],
+}
+"""The same on every mesh with cp, in both precisions, both batches for both families."""
+
+
 def matrix(ranks: int) -> list[Case]:
     """Every case on that many ranks; the schedule says nothing where there are no stages."""
     return [
@@ -109,20 +151,21 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *FAMILIES[ranks]]
+    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *FAMILIES[ranks]]
 
 
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
-        model=MODELS[case.family],
+        model=case.model or MODELS[case.family],
         mesh=case.mesh,
         pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
+        recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
-        sequence_length=LENGTH,
+        sequence_length=length_of(case.batch),
         global_batch_size=SAMPLES,
         micro_batch_size=case.block,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,21 +19,10 @@ from src.trainer.parallel import data, init
 from src.trainer.parallel.balance import Unit
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime
-from tests.distributed import laws
-from tests.distributed.configs import MESHES, Case, Key
+from tests.distributed import laws, ring_faults
+from tests.distributed.configs import CP2, MESHES, Case, Key
+from tests.distributed.patches import wrapped
 from tests.distributed.reference import Trace
-
-
-@contextmanager
-def wrapped(owner: Any, name: str, wrapper: Any) -> Iterator[None]:
-    """`owner.name` replaced by `wrapper(original, *arguments)`."""
-    original = getattr(owner, name)
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        return wrapper(original, *arguments, **keywords)
-
-    with mock.patch.object(owner, name, call):
-        yield
 
 
 def router_grad() -> Any:
@@ -155,7 +143,7 @@ def renorm_grad() -> Any:
 
 def on(spec: str, batch: str = "packed", precision: str = "fp64", family: str = "deepseek_v2") -> Case:
     """A case on two ranks."""
-    mesh = next(m for m in MESHES[2] if m.spec == spec)
+    mesh = next(m for m in (*MESHES[2], CP2) if m.spec == spec)
     return Case(mesh, "1f1b", batch, precision, family=family)
 
 
@@ -173,6 +161,12 @@ MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
     "norm_pp": (norm_pp, on("pp2"), "norm"),
     "cloned_experts": (cloned_experts, on("ep2"), "initial"),
     "reduced_twice": (reduced_twice, on("rep2"), "gradient"),
+    "ring_hop": (ring_faults.ring_hop, on("cp2", "dense12", family="qwen3_moe"), "gradient"),
+    "kv_b_hop": (ring_faults.kv_b_hop, on("cp2", "packed12"), "gradient"),
+    "local_positions": (ring_faults.local_positions, on("cp2", "dense12", family="qwen3_moe"), "gradient"),
+    "ignored_documents": (ring_faults.ignored_documents, on("cp2", "packed12"), "gradient"),
+    "unsummed_counts": (ring_faults.unsummed_counts, on("cp2", "dense12", family="qwen3_moe"), "aux"),
+    "counted_by_all": (ring_faults.counted_by_all, on("cp2", "packed12"), "loss"),
 }
 """Name → patch, the case that must notice it, and in what."""
 

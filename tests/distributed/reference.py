@@ -21,6 +21,7 @@ from src.models.names import Entry, canonical
 from src.models.protocol import Batch
 from src.trainer.data.batch import MicroBatch
 from src.trainer.parallel.init import BLOCK, draw
+from tests.distributed.batches import BLOCK as SIZE
 from tests.distributed.batches import blocks
 
 LEARNING_RATE = 0.5
@@ -97,8 +98,8 @@ class Recorded:
         return weights_TK
 
 
-def train(config: Config, kind: str) -> Trace:
-    """Three steps of SGD with clipping over the whole global batch."""
+def train(config: Config, kind: str, size: int = SIZE) -> Trace:
+    """Three steps of SGD with clipping over the whole global batch, in micro-batches of `size` samples."""
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.precision.name]
     ops = resolve(config.kernels, torch.device("cpu"), dtype, config.determinism, needs(config.model))
     model = build(config.model, whole(config.model), ops).to(dtype)
@@ -110,7 +111,7 @@ def train(config: Config, kind: str) -> Trace:
     lagged: dict[int, Tensor] = {}
     for step in range(STEPS):
         model.zero_grad()
-        lagged = one_step(config, model, blocks(kind, step), lagged, trace)
+        lagged = one_step(config, model, blocks(kind, step, size), lagged, trace)
         if step == 0:
             trace.gradients = {
                 name: slice_of(model, entry, grad=True).clone() for name, entry in views.items()

@@ -25,7 +25,7 @@ from tests.distributed import world
 from tests.distributed.batches import step_batch
 from tests.distributed.configs import MESHES, Case, make_config
 from tests.distributed.laws import begin, measure, one_step, worst
-from tests.distributed.mutations import wrapped
+from tests.distributed.patches import wrapped
 from tests.distributed.reference import Recorded, train
 
 COLLECTIVES = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from src.trainer.parallel.expert import ExpertDispatcher
 from tests.distributed import world
-from tests.distributed.mutations import wrapped
+from tests.distributed.patches import wrapped
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 5
 Route = Callable[[int, torch.Generator], Tensor]

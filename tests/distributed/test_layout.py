@@ -42,7 +42,7 @@ def make(
 TABLE: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {}),
     ({"dp": 2}, {}),
-    ({"rep": 3}, {}),
+    ({"rep": 3, "cp": 4}, {}),
     ({"ep": 4}, {}),
     ({"ep": 12}, {}),
     ({"pp": 6}, {}),
@@ -59,10 +59,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"pp": 7}, {"mesh.pp": "mesh.pp=6"}),
     ({"pp": 4, "stages_per_rank": 2}, {"pipeline.stages_per_rank": "=1", "mesh.pp": "mesh.pp=3"}),
     ({"pp": 3, "ep": 5, "batch": 16}, {"mesh.ep": "mesh.ep=4", "global_batch_size": "=10 or"}),
-    (
-        {"cp": 2, "length": 18},
-        {"sequence_length": "sequence_length=16 or sequence_length=20", "mesh.cp": "=1"},
-    ),
+    ({"cp": 2, "length": 18}, {"sequence_length": "sequence_length=16 or sequence_length=20"}),
     ({"tp": 2}, {"mesh.tp": "mesh.tp=1"}),
     ({"pp": 2, "model": replace(MODEL, tie_embeddings=True)}, {"mesh.pp": "mesh.pp=1"}),
     ({"dp": 2, "model": replace(MODEL, tie_embeddings=True)}, {}),

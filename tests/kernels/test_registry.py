@@ -102,6 +102,20 @@ def test_reg_2_all_unavailable_choices_come_at_once() -> None:
     assert "'lige'" in str(caught.value)
 
 
+def test_eng_22_keys_in_blocks_need_what_takes_them() -> None:
+    """ENG-22: under context parallelism `auto` takes such an attention and says so; another is refused."""
+    needs = {"attention": PACKED.plus("context_parallel")}
+    cpu, dtype = DEVICES[-1], torch.float32
+    ops = choose(KernelsConfig(), cpu, dtype, DETERMINISM, needs)
+    assert ops.choices["attention"].name == EAGER
+    assert ops.choices["attention"].refused["sdpa_cpu"] == "cannot do context_parallel"
+    with pytest.raises(
+        UserError, match=r"(?s)kernels\.attention.*sdpa_cpu cannot do context_parallel.*eager"
+    ) as error:
+        choose(KernelsConfig(attention="sdpa_cpu"), cpu, dtype, DETERMINISM, needs)
+    assert error.value.code == 3
+
+
 def test_an_explicit_choice_wins_over_the_name() -> None:
     assert choose_with(name="eager", attention="sdpa_cpu").choices["attention"].name == "sdpa_cpu"
     assert choose_with(name="auto", attention="eager").choices["attention"].name == EAGER

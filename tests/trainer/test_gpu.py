@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import BackendConfig, BalanceConfig, Config, KernelsConfig, PlatformConfig, PrecisionConfig
+from src.config import (
+    BackendConfig,
+    BalanceConfig,
+    Config,
+    KernelsConfig,
+    PipelineConfig,
+    PlatformConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from src.trainer.backends.native import NativeBackend
 from src.trainer.data.corpus import open_data
 from src.trainer.data.keys import data_key
@@ -67,9 +76,12 @@ def test_law_1_a_gpu_computes_what_a_cpu_does(tmp_path: Path, precision: str, ke
 
 
 @pytest.mark.parametrize("precision", ["master", "bf16"])
-def test_compiled_layers_equal_eager_ones(tmp_path: Path, precision: str) -> None:
-    """CMP-4: against fp64, a compiled step is no worse than twice an eager one; the balance term included."""
-    config = config_of(tmp_path, precision)
+@pytest.mark.parametrize("mode", ["plain", "staged", "stage", "full"])
+def test_compiled_layers_equal_eager_ones(tmp_path: Path, precision: str, mode: str) -> None:
+    """CMP-4, ENG-10: against fp64, a compiled step is no worse than twice an eager one, balance included."""
+    recompute = RecomputeConfig(mode if mode in ("stage", "full") else "none")
+    program = PipelineConfig(program=mode if recompute.name == "none" else "auto")
+    config = config_of(tmp_path, precision, recompute=recompute, pipeline=program)
     exact = step_of(
         replace(config, precision=PrecisionConfig(name="fp64"), backend=BackendConfig(compile="none"))
     )
@@ -92,9 +104,10 @@ def test_a_run_trains_in_bf16_with_masters(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "run")][-2:] == [13, 14]
 
 
-def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path, recompute: str) -> None:
     """MOE-5, ENG-8: `torch.cuda.set_sync_debug_mode("error")` around steps that do not log."""
-    config = config_of(tmp_path, "master")
+    config = config_of(tmp_path, "master", recompute=RecomputeConfig(recompute))
     config.optimizer.kind, config.optimizer.lr = "adamw", 1e-3
     directory = tmp_path / "run"
     (directory / "control").mkdir(parents=True)

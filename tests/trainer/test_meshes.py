@@ -62,6 +62,8 @@ def config(tmp_path: Path, mesh: MeshConfig, **changes: Any) -> Config:
 
 PP2EP2 = MeshConfig("pp2ep2", pp=2, ep=2)
 REP2DP2 = MeshConfig("rep2dp2", rep=2, dp=2)
+PP2CP2 = MeshConfig("pp2cp2", pp=2, cp=2)
+CP2EP2 = MeshConfig("cp2ep2", cp=2, ep=2)
 
 
 class AskedOnLastRank(StopAt):
@@ -79,15 +81,15 @@ def run_on_ranks(config: Config, directory: Path, attempt: int, stop: StopReques
     return train(config, directory, attempt, runtime, stop)
 
 
-def stop_and_go_on(tmp_path: Path) -> list[bool]:
-    """Two steps on pp2ep2 until the last rank is asked to stop, the rest on replicas and shards."""
+def stop_and_go_on(tmp_path: Path, first: MeshConfig, second: MeshConfig) -> list[bool]:
+    """All on one mesh; then two steps until the last rank is asked to stop, and the rest on another."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     asked = AskedOnLastRank(halves / "control", 1)
     never = StopRequest(tmp_path / "nowhere")
     return [
-        run_on_ranks(config(tmp_path, PP2EP2), whole, 1, never),
-        run_on_ranks(config(tmp_path, PP2EP2), halves, 1, asked),
-        run_on_ranks(config(tmp_path, REP2DP2), halves, 2, never),
+        run_on_ranks(config(tmp_path, first), whole, 1, never),
+        run_on_ranks(config(tmp_path, first), halves, 1, asked),
+        run_on_ranks(config(tmp_path, second), halves, 2, never),
     ]
 
 
@@ -97,16 +99,19 @@ def final(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "flat.safetensors")
 
 
-def test_the_loop_is_the_same_on_every_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [(PP2EP2, REP2DP2), pytest.param(PP2CP2, CP2EP2, marks=pytest.mark.slow)]
+)
+def test_the_loop_is_the_same_on_every_mesh(tmp_path: Path, first: MeshConfig, second: MeshConfig) -> None:
     """Law 1, ENG-4 to ENG-7, EVAL-1, LOG-1, CKPT-2, CKPT-10: metrics, evaluation, weights, moments.
 
     A second run is stopped by one rank alone and goes on, on another mesh, where it was.
     """
     run_here(config(tmp_path, MeshConfig("single")), tmp_path / "single")
-    assert world.run(4, stop_and_go_on, tmp_path) == [[False, True, False]] * 4
+    assert world.run(4, stop_and_go_on, tmp_path, first, second) == [[False, True, False]] * 4
     expected, weights = lines(tmp_path / "single"), final(tmp_path / "single")
     assert [line["lr"] for line in expected] == [
-        learning_rate(config(tmp_path, PP2EP2), step) for step in range(STEPS)
+        learning_rate(config(tmp_path, first), step) for step in range(STEPS)
     ]
     assert all(line["grad_norm"] > 0.3 for line in expected)
     for name in ("whole", "halves"):

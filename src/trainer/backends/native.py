@@ -20,19 +20,22 @@ from src.kernels.registry import Ops, resolve
 from src.models.build import CausalLM, ParamSpec, needs, param_specs
 from src.models.counts import moe_layers
 from src.models.names import Entry, canonical
-from src.models.protocol import Dispatcher
 from src.trainer.backends.base import Sums
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
-from src.trainer.parallel.data import is_sharded, reshard
+from src.trainer.parallel.context import Ring
+from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.init import initialise
-from src.trainer.parallel.inputs import model_batch, plain_batch, to_device
+from src.trainer.parallel.inputs import model_batch, own_part, padded, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
-from src.trainer.parallel.pipeline.adapter import reduce_gradients
+from src.trainer.parallel.pipeline.adapter import fold_gradients, reduce_gradients
+from src.trainer.parallel.pipeline.deferral import Deferral
 from src.trainer.parallel.pipeline.executor import make_executor
+from src.trainer.parallel.pipeline.program import Plain, Program, Work
+from src.trainer.parallel.pipeline.staged import Staged
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
@@ -45,9 +48,17 @@ class NativeBackend:
     """Model, parallelism and step of one rank."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, model: CausalLM[Any], ops: Ops, precision: Precision
+        self,
+        config: Config,
+        runtime: Runtime,
+        model: CausalLM[Any],
+        ops: Ops,
+        precision: Precision,
+        deferral: Deferral | None = None,
     ) -> None:
+        """`deferral` is the one that the operations of `model` ask, if they ask one."""
         self._config, self._runtime, self._model = config, runtime, model
+        self._deferral = deferral or Deferral()
         self.ops: Ops = ops
         """The chosen implementation of each operation."""
         self._precision = precision
@@ -61,7 +72,11 @@ class NativeBackend:
         self.moe_layers: list[int] = moe_layers(config.model)
         """Global indices of the layers with experts; the rows of `Sums.counts`."""
         experts, self._sums = config.model.num_experts, accumulate(precision.parameters)
-        self._balancer = Balancer(config.balance, self.moe_layers, experts, runtime.device, self._sums)
+        group = runtime.group("cp")
+        self._ring = None if group is None else Ring(group)
+        self._balancer = Balancer(
+            config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring
+        )
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
@@ -69,6 +84,7 @@ class NativeBackend:
         self._sees_routing = True
         self.compiled: str = self._settle_compile()
         """`none`, `layers` or `model`: what is one graph."""
+        self._staged = layout.is_staged(config)
         self._compile()
 
     @classmethod
@@ -79,11 +95,15 @@ class NativeBackend:
             UserError: a kernel that the config names is not available here (3).
         """
         precision, wanted = precision_of(config, runtime.device), needs(config.model)
+        if config.mesh.cp > 1:
+            wanted["attention"] = wanted["attention"].plus("context_parallel")
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
         ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
-        model = materialise(config, runtime, ops, precision)
-        backend = cls(config, runtime, model, ops, precision)
+        deferral = Deferral()
+        asking = deferral.ops(ops) if layout.defers(config) else ops
+        model = materialise(config, runtime, asking, precision)
+        backend = cls(config, runtime, model, ops, precision, deferral)
         initialise(config, backend.local_entries(), backend.specs)
         return backend
 
@@ -95,19 +115,28 @@ class NativeBackend:
             n_tokens: int64 device scalar, labels of the global batch (ENG-4).
         """
         tally = self._balancer.start()
-        step = _Step(self._model, batch, n_tokens, self._balancer, self._dispatcher, self._runtime.device)
+        work = Work([self._place(m) for m in batch.micro_batches], n_tokens, self._balancer, self._ring)
         each, last = (_nothing, self._reduce)
         if self._config.pipeline.reduce == "micro_batch":
             each, last = last, each
         self._refresh()
 
-        def after(index: int) -> None:
+        def after() -> None:
             self._collect()
             each()
 
-        self._executor.run(step.forward, after, last)
+        self._executor.run(self._program(work), after, last)
         self._counts = tally.counts_ME
-        return Sums(step.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
+        return Sums(work.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
+
+    def _program(self, work: Work) -> Program:
+        """How the layers of this rank's stages are run."""
+        stages = layout.stages_of(self._config, self._runtime.place.pp)
+        parts = (self._model, stages, self._dispatcher, work)
+        if not self._staged:
+            return Plain(*parts)
+        recompute, poison = self._config.recompute.name, self._config.debug.poison
+        return Staged(*parts, self._deferral, recompute, self._gather, poison)
 
     def grad_norm(self, loss: Tensor | None = None) -> Tensor:
         """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
@@ -139,11 +168,11 @@ class NativeBackend:
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
         """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
-        moved = to_device(micro_batch, self._runtime.device)
+        moved = self._place(micro_batch)
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
-        def forward(index: int, received: Tensor | None) -> Tensor:
+        def forward(received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
             return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
 
@@ -154,14 +183,17 @@ class NativeBackend:
     @torch.no_grad()
     def logits(self, ids_BS: Tensor) -> Tensor:
         """Logits [B,S,V] of full documents, on every rank; every rank calls it with the same ids."""
-        moved = plain_batch(ids_BS.to(self._runtime.device))
+        moved = self._place(plain_batch(padded(ids_BS, self._ring)))
         self._refresh()
 
-        def forward(index: int, received: Tensor | None) -> Tensor:
+        def forward(received: Tensor | None) -> Tensor:
             hidden = self._hidden(moved, received)
-            return self._model.logits(hidden) if self._model.holding.last else hidden
+            if not self._model.holding.last:
+                return hidden
+            whole = hidden if self._ring is None else self._ring.join(hidden)
+            return self._model.logits(whole[:, : ids_BS.shape[1]])
 
-        found = self._executor.infer(forward, self._example(ids_BS))
+        found = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
         if self._config.mesh.pp == 1:
             assert found is not None
@@ -208,11 +240,15 @@ class NativeBackend:
         assert self._config.model.vocab_size is not None
         return self._config.model.vocab_size
 
+    def _place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank has of a micro-batch of its data coordinate, on the device."""
+        return own_part(to_device(micro_batch, self._runtime.device), self._ring)
+
     def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
         into = moved.ids_BS if received is None else received
         with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
-            hidden: Tensor = self._model(into, model_batch(moved, None), self._dispatcher)
+            hidden: Tensor = self._model(into, model_batch(moved, None, self._ring), self._dispatcher)
         return hidden
 
     def _settle_compile(self) -> str:
@@ -227,7 +263,12 @@ class NativeBackend:
         if self.compiled == "none":
             return
         for layer in self._model.model.layers.values():
-            layer.compile(fullgraph=True, dynamic=False)
+            if self._staged:
+                for stage in ("attend", "experts", "aggregate"):
+                    compiled = torch.compile(getattr(layer, stage), fullgraph=True, dynamic=False)
+                    setattr(layer, stage, compiled)
+            else:
+                layer.compile(fullgraph=True, dynamic=False)
         if self._model.holding.last:
             self._model.model.norm.compile(fullgraph=True, dynamic=False)
 
@@ -247,49 +288,24 @@ class NativeBackend:
         if self._sharded:
             reshard(self._model)
 
+    def _gather(self) -> None:
+        if self._sharded:
+            unshard(self._model)
+
     def _refresh(self) -> None:
         if self._masters is not None:
             self._masters.refresh()
 
     def _collect(self) -> None:
         if self._masters is not None:
-            self._masters.collect(only=self._micro_batches == 1)
+            self._masters.collect(only=self._micro_batches == self._config.mesh.pp == 1)
+        elif self._sharded and self._staged and self._precision.is_mixed:
+            fold_gradients(self._model)
 
     def _reduce(self) -> None:
         """Reduce the gradients; a rank that shares nothing has them whole, zeros of idle experts included."""
         if self._sharded:
             reduce_gradients(self._model)
-
-
-class _Step:
-    """The micro-batches of one step and what their forwards gather."""
-
-    def __init__(
-        self,
-        model: CausalLM[Any],
-        batch: StepBatch,
-        n_tokens: Tensor,
-        balancer: Balancer,
-        dispatcher: Dispatcher,
-        device: torch.device,
-    ) -> None:
-        self._model, self._balancer, self._dispatcher = model, balancer, dispatcher
-        self._batches = [to_device(m, device) for m in batch.micro_batches]
-        self._n_tokens = n_tokens
-        self._scale = n_tokens.to(balancer.tally.aux.dtype).reciprocal()
-        self.loss = torch.zeros_like(self._scale)
-
-    def forward(self, index: int, received: Tensor | None) -> Tensor:
-        """Activation of this stage, or the micro-batch's Σ CE / N_tok on the last one."""
-        micro_batch = self._batches[index]
-        balances = self._balancer.bind(micro_batch, self._n_tokens)
-        into = micro_batch.ids_BS if received is None else received
-        hidden: Tensor = self._model(into, model_batch(micro_batch, balances), self._dispatcher)
-        if not self._model.holding.last:
-            return hidden
-        loss = self._model.loss(hidden, micro_batch.labels_BS, self._scale)
-        self.loss = self.loss + loss.detach()
-        return loss
 
 
 def _nothing() -> None:

@@ -40,10 +40,10 @@ class Capabilities:
 BACKENDS: dict[str, Capabilities] = {
     "native": Capabilities(
         path="src.trainer.backends.native:NativeBackend",
-        axes=("pp", "rep", "dp", "ep"),
+        axes=("pp", "rep", "dp", "cp", "ep"),
         schedules=("gpipe", "1f1b"),
         overlap=False,
-        recompute=("none",),
+        recompute=("none", "stage", "full"),
         precision=("auto", "fp32", "fp64", "master", "bf16"),
         balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
         force=("none",),

@@ -8,6 +8,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What is known of whole samples by who holds a part of their positions."""
+
+    labels_B: Tensor
+    """int64, labels that are not -100."""
+    tokens_B: Tensor
+    """int64, positions that are not pads."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """b samples of S positions. Letters: B samples, S positions."""
 
@@ -27,6 +37,8 @@ class MicroBatch:
     """Number of labels that are not -100."""
     samples: tuple[int, ...]
     """Indices of the samples in the packing plan, -1 for a filler (EVAL-1)."""
+    whole: Whole | None = None
+    """Counts of the samples' other positions too, where this holds a part of the positions; else None."""
 
 
 @dataclass(frozen=True)

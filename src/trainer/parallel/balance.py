@@ -8,7 +8,7 @@ nor on the number of micro-batches. Letters: U units, T tokens, E experts, K top
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.autograd import Function
 
 from src.config import BalanceConfig
 from src.trainer.data.batch import MicroBatch
+from src.trainer.parallel.context import Ring
+from src.trainer.parallel.inputs import whole_labels, whole_tokens
 
 AUXILIARY = ("sequence", "micro_batch", "global_batch_lagged")
 """Kinds of balance that add a term to the loss."""
@@ -44,8 +46,10 @@ class Balancer:
         experts: int,
         device: torch.device,
         dtype: torch.dtype,
+        ring: Ring | None = None,
     ) -> None:
-        self._config = config
+        """`ring` holds the ranks that share samples."""
+        self._config, self._ring = config, ring
         self._row = {layer: row for row, layer in enumerate(moe_layers)}
         self._dtype, self._device, self._experts = dtype, device, experts
         self.lagged_ME = torch.full(
@@ -69,7 +73,7 @@ class Balancer:
         """The hook of one layer for one micro-batch."""
         row = self._row[layer]
         mine = Tally(self.tally.aux, self.tally.z, self.tally.counts_ME[row])
-        return LayerBalance(self._config, unit, mine, self.lagged_ME[row])
+        return LayerBalance(self._config, unit, mine, self.lagged_ME[row], self._ring)
 
     def finish(self, counts_ME: Tensor, skip: Tensor) -> None:
         """Take the step's counts, summed over all data ranks, as the next step's f, unless it was skipped."""
@@ -99,6 +103,13 @@ class LayerBalance:
     """The step's; `counts_ME` is the row of this layer, [E]."""
     lagged_E: Tensor
     """f of this layer in the last completed step."""
+    ring: Ring | None
+    """The ranks that share samples: f counts the rows of all, P is a rank's own share."""
+
+    def again(self) -> LayerBalance:
+        """The same hook, whose counts nobody reads."""
+        unread = Tally(*(torch.zeros_like(t) for t in (self.tally.aux, self.tally.z, self.tally.counts_ME)))
+        return replace(self, tally=unread)
 
     def choose(self, ids_TK: Tensor) -> Tensor:
         """The experts that the router chose; forced choices are refused at composition."""
@@ -135,6 +146,8 @@ class LayerBalance:
             share_UE = self.lagged_E[None]
         else:
             routed_UE = routed_UE if by_sequence else routed_UE.sum(0, keepdim=True)
+            if self.ring is not None:
+                routed_UE = self.ring.sum(routed_UE.clone())
             share_UE = routed_UE.to(scores_TE.dtype) / (top_k * tokens_U1)
         balance_U = scores_TE.shape[1] * (share_UE * scores_UE / tokens_U1).sum(1)
         return (self.unit.weights(by_sequence) * balance_U).sum()
@@ -146,7 +159,7 @@ class Unit:
     def __init__(self, batch: MicroBatch, n_tokens: Tensor, dtype: torch.dtype) -> None:
         self._samples = batch.ids_BS.shape[0]
         self._real_BS = batch.real_BS
-        self._labels_B = (batch.labels_BS != -100).sum(1)
+        self._labels_B, self._tokens_B = whole_labels(batch), whole_tokens(batch)
         self._n_tokens = n_tokens
         self._dtype = dtype
 
@@ -160,13 +173,14 @@ class Unit:
         return counts_BE.scatter_add_(1, ids_BN, ones_BN)
 
     def sums(self, scores_TE: Tensor, by_sequence: bool) -> tuple[Tensor, Tensor]:
-        """Sum of scores over the real tokens of each unit [U,E], and how many those are [U,1], at least 1."""
+        """Sum of scores over the real tokens of each unit [U,E], and how many those are [U,1], at least 1.
+
+        Of samples that lie on several ranks the sum is over the tokens here, and the number is that of all.
+        """
         scores_BSE = scores_TE.view(self._samples, -1, scores_TE.shape[1])
-        tokens_B = torch.full((self._samples,), scores_BSE.shape[1], device=scores_TE.device)
         if self._real_BS is not None:
             scores_BSE = torch.where(self._real_BS[..., None], scores_BSE, 0)
-            tokens_B = self._real_BS.sum(1)
-        scores_BE = scores_BSE.sum(1)
+        scores_BE, tokens_B = scores_BSE.sum(1), self._tokens_B
         if not by_sequence:
             scores_BE, tokens_B = scores_BE.sum(0, keepdim=True), tokens_B.sum(0, keepdim=True)
         return scores_BE, tokens_B.clamp(min=1)[:, None]

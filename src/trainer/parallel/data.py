@@ -123,6 +123,15 @@ def alone(runtime: Runtime) -> dist.ProcessGroup:
     return group
 
 
+def unshard(model: nn.Module) -> None:
+    """Gather the parameters of all units; what is gathered already stays as it is."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Drop gathered parameters, after a forward that no backward follows."""
     from torch.distributed.fsdp import FSDPModule

@@ -20,8 +20,18 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows of one dispatch come home."""
+    """How the rows of one dispatch go out and come home."""
 
+    token_U: Tensor
+    """Token of each row sent, in order of (owner, token)."""
+    place_TP: Tensor
+    """Row sent of each (token, owner), U where the token does not go."""
+    out: tuple[list[int], list[int]]
+    """Unique rows sent to and received from each rank on the way out."""
+    row_R: Tensor
+    """Received row of each routed row, in the expert order."""
+    sorted_UK: Tensor
+    """Routed row of each (received row, slot), R where the expert is another rank's."""
     arrived_R: Tensor
     """Row of the expert order that each row to be returned is, in order of (source rank, token, slot)."""
     expert_order_R: Tensor
@@ -66,11 +76,14 @@ class ExpertDispatcher:
         out, into = splits[0], splits[1]
         token_U = first_true(goes_PT.flatten(), sum(out)) % max(1, ids_TK.shape[0])
         got_ids_UK = exchange(ids_TK[token_U], out, into, self._group)
-        unique_UD = all_to_all(expand(tokens_TD, token_U, place_TP), out, into, self._group)
         row_R, sorted_UK, arrived_R = self._by_expert(got_ids_UK, sum(splits[3]))
-        rows_RD = expand(unique_UD, row_R, sorted_UK)
         home = owner_TK.flatten().argsort(stable=True)
         plan = Plan(
+            token_U=token_U,
+            place_TP=place_TP,
+            out=(out, into),
+            row_R=row_R,
+            sorted_UK=sorted_UK,
             arrived_R=arrived_R,
             expert_order_R=invert(arrived_R),
             home_TK=invert(home),
@@ -78,7 +91,14 @@ class ExpertDispatcher:
             back=(splits[3], splits[2]),
             shape=(ids_TK.shape[0], ids_TK.shape[1]),
         )
-        return rows_RD, got_PL[:, 1:].sum(0).to(torch.int32), plan
+        return self.dispatch_again(tokens_TD, plan), got_PL[:, 1:].sum(0).to(torch.int32), plan
+
+    def dispatch_again(self, tokens_TD: Tensor, plan: object) -> Tensor:
+        """Rows [R,D] by a plan made before: two copies and one exchange."""
+        assert isinstance(plan, Plan), plan
+        sent_UD = expand(tokens_TD, plan.token_U, plan.place_TP)
+        unique_UD = all_to_all(sent_UD, *plan.out, self._group)
+        return expand(unique_UD, plan.row_R, plan.sorted_UK)
 
     def combine(self, rows_RD: Tensor, plan: object) -> Tensor:
         """Rows [T,K,D] back at the rank that owns the token."""

@@ -75,6 +75,22 @@ def stages_of(config: Config, rank: int) -> tuple[int, ...]:
     return tuple(range(rank, stage_count(config), ranks))
 
 
+DEFERRING = ("zbv", "dualpipev")
+"""Schedules that compute weight gradients apart from those of activations."""
+
+
+def defers(config: Config) -> bool:
+    """Whether weight gradients wait for their turn (ENG-15)."""
+    return is_staged(config) and config.mesh.pp > 1 and config.pipeline.schedule in DEFERRING
+
+
+def is_staged(config: Config) -> bool:
+    """Whether the stages of layers run apart (`pipeline.program`)."""
+    if config.pipeline.program == "auto":
+        return config.mesh.pp > 1 or config.recompute.name != "none"
+    return config.pipeline.program == "staged"
+
+
 def split_layers(layers: int, stages: int) -> list[range]:
     """Layers of each stage: contiguous, sizes differ by at most 1, the larger ones inside first (ENG-14).
 

@@ -182,7 +182,7 @@ def _capabilities(config: Config) -> list[Problem]:
     problems += [
         _unable(config, key, value, list(able_)) for key, value, able_ in choices if value not in able_
     ]
-    problems += _compile(config)
+    problems += _compile(config) + _program(config)
     if config.pipeline.overlap and not able.overlap:
         problems.append(_unable(config, "pipeline.overlap", "true", ["false"]))
     if config.pipeline.reduce == "micro_batch" and config.mesh.pp > 1:
@@ -206,6 +206,20 @@ def _compile(config: Config) -> list[Problem]:
     if config.backend.name == "transformers" and (balance.kind != "none" or balance.z_loss):
         message = f"{wanted}, but balance={balance.kind} watches transformers' routers by hooks"
         return [Problem("backend.compile", message, "balance=none or backend.compile=none", rule="backend")]
+    return []
+
+
+def _program(config: Config) -> list[Problem]:
+    """What cannot be run as `pipeline.program` says."""
+    program, recompute = config.pipeline.program, config.recompute.name
+    if program == "plain" and recompute != "none":
+        message = f"plain keeps all activations, recompute={recompute} does not"
+        return [
+            Problem("pipeline.program", message, "pipeline.program=auto or recompute=none", rule="program")
+        ]
+    if program == "staged" and config.backend.name != "native":
+        message = f"staged, but the layers of backend={config.backend.name} are not cut in stages"
+        return [Problem("pipeline.program", message, "pipeline.program=auto", rule="backend")]
     return []
 
 

@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from src.trainer.parallel.pipeline.program import Program
 from src.trainer.parallel.pipeline.schedule import Table
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
     from torch.distributed.pipelining.stage import PipelineStage
 
-Forward = Callable[[int, Tensor | None], Tensor]
-"""(micro-batch, received activation or None) → activation to send on, or the loss on the last stage."""
-
 
 class TorchPipeline:
-    """One stage of a rank under a table; computes through two functions of the caller."""
+    """One stage of a rank under a table; what it computes is a program's."""
 
     def __init__(
         self, module: nn.Module, table: Table, micro_batches: int, group: dist.ProcessGroup, example: Tensor
@@ -35,15 +33,15 @@ class TorchPipeline:
         self._schedule = make_schedule(self._stage, table, micro_batches)
         self._count = micro_batches
 
-    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+    def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
         """Run a step.
 
         Args:
-            forward: computes a micro-batch; gets a leaf that requires a gradient, or None on the first stage.
-            backward: called after the backward of a micro-batch.
+            program: computes forwards and backwards.
+            after: called after every backward.
             reduce: called once, after the last backward.
         """
-        step = _Step(self._stage, self._schedule, forward, backward)
+        step = _Step(self._stage, self._schedule, program, after)
         step.register(reduce)
         self._stage.has_backward = True
         self._stage.clear_runtime_states()
@@ -57,12 +55,11 @@ class _Step:
         self,
         stage: PipelineStage,
         schedule: _PipelineScheduleRuntime,
-        forward: Forward,
-        backward: Callable[[int], None],
+        program: Program,
+        after: Callable[[], None],
     ) -> None:
         self._stage, self._schedule = stage, schedule
-        self._compute, self._done = forward, backward
-        self._live: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._program, self._after = program, after
 
     def register(self, reduce: Callable[[], None]) -> None:
         """Put this step's functions in the place of torch's; parameters are gathered by FSDP's own hooks."""
@@ -84,25 +81,22 @@ class _Step:
         received = None
         if not self._stage.is_first:
             _wait(self._schedule.fwd_recv_ops.pop((self._stage.stage_index, index)))
-            received = _buffer(self._stage.args_recv_info[index]).detach().requires_grad_()
-        out = self._compute(index, received)
-        self._live[index] = (received, out)
+            received = _buffer(self._stage.args_recv_info[index])
+        out = self._program.forward(self._stage.stage_index, index, received)
         self._stage.fwd_cache[index] = ((out,), [])
 
     def backward(self, index: int) -> None:
         """Back through a micro-batch, from the loss or from what the next stage sent."""
-        received, out = self._live.pop(index)
         self._stage.fwd_cache.pop(index)
         gradient = None
         if not self._stage.is_last:
             _wait(self._schedule.bwd_recv_ops.pop((self._stage.stage_index, index)))
             gradient = _buffer(self._stage.grad_recv_info[index])
-        torch.autograd.backward(out, gradient)
+        found = self._program.backward(self._stage.stage_index, index, gradient, defer=False)
         self._schedule.backward_counter[self._stage.stage_index] += 1
-        if received is not None:
-            assert received.grad is not None
-            self._stage.bwd_cache[index] = (received.grad.contiguous(),)
-        self._done(index)
+        if found is not None:
+            self._stage.bwd_cache[index] = (found.contiguous(),)
+        self._after()
 
 
 def make_stage(module: nn.Module, stages: int, group: dist.ProcessGroup, example: Tensor) -> PipelineStage:
@@ -158,6 +152,13 @@ def reduce_gradients(root: nn.Module) -> None:
             group.post_backward()
     state._root_post_backward_final_callback()
     set_flags(root, last=False)
+
+
+def fold_gradients(root: nn.Module) -> None:
+    """Add the gradients of a backward to those before it, in the dtype of the reduction (ENG-15)."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def settle(root: nn.Module) -> None:

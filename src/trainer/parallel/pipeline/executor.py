@@ -10,16 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from src.config import Config
-from src.trainer.parallel.pipeline.adapter import Forward, TorchPipeline
+from src.trainer.parallel.pipeline.adapter import TorchPipeline
+from src.trainer.parallel.pipeline.program import Program
 from src.trainer.parallel.pipeline.schedule import TABLES
 from src.trainer.runtime import Runtime
+
+Forward = Callable[[Tensor | None], Tensor]
+"""What a stage received or None → what it sends on, or a result on the last stage."""
 
 
 class Executor(Protocol):
     """How the stages of a rank go through the micro-batches of a step."""
 
-    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
-        """Each micro-batch forward and backward; `backward` after each, `reduce` after the last."""
+    def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
+        """Each micro-batch forward and backward; `after` each backward, `reduce` after the last."""
         ...
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
@@ -33,16 +37,17 @@ class Sequential:
     def __init__(self, micro_batches: int) -> None:
         self._count = micro_batches
 
-    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+    def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
         """See `Executor`."""
         for index in range(self._count):
-            torch.autograd.backward(forward(index, None))
-            backward(index)
+            program.forward(0, index, None)
+            program.backward(0, index, None, defer=False)
+            after()
         reduce()
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
         """See `Executor`."""
-        return forward(0, None)
+        return forward(None)
 
 
 class Pipelined:
@@ -53,15 +58,15 @@ class Pipelined:
     ) -> None:
         group = runtime.group("pp")
         assert group is not None
-        shape = (config.micro_batch_size, config.sequence_length, config.model.hidden_size)
+        shape = (config.micro_batch_size, config.sequence_length // config.mesh.cp, config.model.hidden_size)
         example = torch.empty(shape, dtype=dtype, device=runtime.device)
         table = TABLES[config.pipeline.schedule](config.mesh.pp, micro_batches)
         self._pipeline = TorchPipeline(model, table, micro_batches, group, example)
         self._group, self._stage, self._stages = group, runtime.place.pp, config.mesh.pp
 
-    def run(self, forward: Forward, backward: Callable[[int], None], reduce: Callable[[], None]) -> None:
+    def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
         """See `Executor`."""
-        self._pipeline.run(forward, backward, reduce)
+        self._pipeline.run(program, after, reduce)
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
         """See `Executor`; `example` has shape, dtype and device of what travels."""
@@ -69,7 +74,7 @@ class Pipelined:
         if self._stage > 0:
             received = torch.empty_like(example)
             dist.recv(received, group=self._group, group_src=self._stage - 1)
-        out = forward(0, received)
+        out = forward(received)
         if self._stage == self._stages - 1:
             return out
         dist.send(out.contiguous(), group=self._group, group_dst=self._stage + 1)
