@@ -104,6 +104,8 @@ class LauncherConfig:
     """Number of jobs of a sweep side by side, or `auto`: slots divided by ranks per job."""
     timeout: str = duration("300s")
     """How long ranks wait for each other at start."""
+    collective_timeout: str = duration("10m")
+    """How long a rank waits for another in a collective; 30 minutes, if that is more, in the first step."""
     grace: str = duration("60s")
     """How long a stopped run may take to save before it is killed."""
     force: bool = False
@@ -248,13 +250,13 @@ class BalanceConfig:
     """How experts are kept in use."""
 
     kind: str = choice("sequence", "micro_batch", "global_batch_lagged", "none", "bias")
-    """Unit over which the auxiliary loss measures balance, or the bias rule, or none."""
+    """Unit over which the auxiliary loss measures balance; or a bias on the choice; or none."""
     coef: float = 1e-3
-    """Weight of the auxiliary loss."""
+    """Weight of the auxiliary loss; bias has none."""
     z_loss: float = 0.0
     """Weight of the router's z-loss."""
     bias_rate: float = 1e-3
-    """Step of the balancing bias (bias)."""
+    """How far an expert's bias moves in a step, towards the mean load (bias)."""
     force: str = choice("none", "even", "uniform", "dirichlet")
     """`none` routes as learned; the others replace the choice of experts for benchmarks."""
 
@@ -392,6 +394,16 @@ class PathsConfig:
 
 
 @dataclass
+class SpikeConfig:
+    """Updates that are skipped because loss or gradient norm jumped."""
+
+    deviations: float | None = None
+    """Skip an update whose loss or norm is this many standard deviations above the mean; null skips none."""
+    window: int = 64
+    """Applied steps that mean and deviation are taken over; nothing is skipped before there were so many."""
+
+
+@dataclass
 class DebugConfig:
     """Aids for finding a fault; none changes a training bit."""
 
@@ -428,6 +440,7 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks; set with `+env.NAME=VALUE`."""
     experiment: str | None = None
@@ -453,4 +466,4 @@ class Config:
     nonfinite: str = choice("stop", "skip")
     """What a loss or gradient that is not finite does: stop the run, or skip the update."""
     max_skips: int = 3
-    """Skipped updates in a row before the run stops."""
+    """Skipped updates in a row before the run stops, spikes included."""

@@ -13,7 +13,7 @@ EXIT_CODES: dict[int, str] = {
     4: "data preparation",
     5: "submission; another process holds the run; job lost",
     6: "rendezvous or collective timed out",
-    7: "loss or gradient not finite",
+    7: "loss or gradient not finite, or too many skipped updates in a row",
     8: "checkpoint unreadable, or run directory or resume refused",
     75: "stopped on request, state saved: start again",
 }

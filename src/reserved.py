@@ -7,14 +7,9 @@ from src.errors import Problem
 
 RESERVED: dict[str, dict[str, str]] = {
     "model": dict.fromkeys(
-        ("deepseek_v3", "gpt_oss", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"),
+        ("deepseek_v3", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"),
         "this family is not written yet",
     ),
-    "pipeline": {
-        "interleaved_1f1b": "one rank cannot hold several stages yet",
-        "zbv": "weight gradients cannot be deferred yet",
-        "dualpipev": "forwards and backwards cannot overlap yet",
-    },
     "backend": {
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
@@ -33,7 +28,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "mixture": "corpora cannot be mixed yet",
     },
     "optimizer": {"muon": "Muon is not written yet"},
-    "balance": {"bias": "no family with a routing bias is written yet"},
     "precision": {
         "split": "split master weights are not written yet",
     },
@@ -69,13 +63,11 @@ def check(config: Config) -> list[Problem]:
 def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
     named = [
         ("model.family", config.model.family, "model"),
-        ("pipeline.schedule", config.pipeline.schedule, "pipeline"),
         ("backend.name", config.backend.name, "backend"),
         ("kernels.name", config.kernels.name, "kernels"),
         ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
-        ("balance.kind", config.balance.kind, "balance"),
         ("precision.name", config.precision.name, "precision"),
         ("platform.name", config.platform.name, "platform"),
         ("container.name", config.container.name, "container"),

@@ -32,6 +32,7 @@ MAY_DIFFER = [
     "env",
     "container",
     "debug",
+    "spike",
     "determinism",
     "max_steps",
     "lr_schedule",

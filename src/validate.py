@@ -9,7 +9,14 @@ from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
 from src.models.hf import is_windowed
-from src.models.schema import DeepseekV2Config, DenseConfig, HfConfig, ModelConfig, Qwen3MoeConfig
+from src.models.schema import (
+    DeepseekV2Config,
+    DenseConfig,
+    GptOssConfig,
+    HfConfig,
+    ModelConfig,
+    Qwen3MoeConfig,
+)
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -51,6 +58,9 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("lr_schedule.floor", "from 0 to 1", lambda value: 0 <= value <= 1),
     ("balance.coef", "at least 0", _at_least(0)),
     ("balance.z_loss", "at least 0", _at_least(0)),
+    ("balance.bias_rate", "at least 0", _at_least(0)),
+    ("spike.window", "at least 2", _at_least(2)),
+    ("spike.deviations", "above 0, or null", _above(0)),
     ("launcher.slots", "at least 1, or null", _at_least(1)),
     ("launcher.nodes", "at least 1, or null", _at_least(1)),
     ("launcher.gpus_per_node", "at least 1, or null", _at_least(1)),
@@ -95,6 +105,7 @@ def _durations(config: Config) -> Iterator[Problem]:
     """A wait of no length would fail every start (LEASE-5)."""
     for key, text in (
         ("launcher.timeout", config.launcher.timeout),
+        ("launcher.collective_timeout", config.launcher.collective_timeout),
         ("data.prepare.timeout", config.data.prepare.timeout),
     ):
         if durations.seconds(text) == 0:
@@ -157,12 +168,14 @@ Rows = list[tuple[bool, str, str, str, str]]
 def _sizes(model: ModelConfig) -> Rows:
     if isinstance(model, DeepseekV2Config):
         return _deepseek(model)
+    if isinstance(model, GptOssConfig):
+        return _gpt_oss(model)
     if isinstance(model, DenseConfig):
         return _dense(model)
     return _qwen3_moe(model) if isinstance(model, Qwen3MoeConfig) else []
 
 
-def _grouped_heads(m: Qwen3MoeConfig | DenseConfig) -> Rows:
+def _grouped_heads(m: Qwen3MoeConfig | GptOssConfig | DenseConfig) -> Rows:
     """Heads of grouped-query attention that contradict each other (ATT-2, ATT-4)."""
     heads, kv = m.num_heads, m.num_kv_heads
     return [
@@ -173,6 +186,30 @@ def _grouped_heads(m: Qwen3MoeConfig | DenseConfig) -> Rows:
         (
             *(m.head_dim < 2 or m.head_dim % 2 != 0, "model.head_dim"),
             *(f"{m.head_dim} is no even width; positions rotate pairs", "an even width", "ATT-2"),
+        ),
+    ]
+
+
+def _gpt_oss(m: GptOssConfig) -> Rows:
+    """Sizes that contradict each other; ROUTE-4, ATT-6, FFN-1 and those of the heads are the rules."""
+    window, limit, dense = m.sliding_window, m.swiglu_limit, m.intermediate_size
+    return [
+        *_grouped_heads(m),
+        (
+            *(not 1 <= m.top_k <= m.num_experts, "model.top_k"),
+            *(f"top_k={m.top_k} of {m.num_experts} experts", f"1 to {m.num_experts}", "ROUTE-4"),
+        ),
+        (
+            *(window < 1, "model.sliding_window"),
+            *(f"a window of {window} keys leaves out the query's own", "1 or more", "ATT-6"),
+        ),
+        (
+            *(limit <= 0, "model.swiglu_limit"),
+            *(f"nothing passes within ±{limit}", "a limit above 0, such as 7.0", "FFN-1"),
+        ),
+        (
+            *(dense != 0, "model.intermediate_size"),
+            *(f"{dense}, but every layer of this family has experts", "0; model.expert_size is", "TRAP-6"),
         ),
     ]
 

@@ -1,11 +1,14 @@
 """Causal attention; value heads may be narrower than key heads, and fewer than query heads (OP-2).
 
-Both implementations return the log-sum-exp of each query's scores too; it carries no gradient.
+Every implementation also returns the logarithm of each softmax's denominator, [B,H,S] in fp32 at least: the
+log-sum-exp of the query's scores, its head's sink among them if there are sinks. So o = Σ exp(score - lse)·v
+either way. It carries no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +19,36 @@ from src.kernels.dtypes import widen
 
 
 def attention(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    documents_BS: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ)·v over the keys j ≤ i of the same document: o [B,S,H,U], lse [B,H,S].
 
     Scores and softmax are fp32 at least; `documents_BS` None means that each sample is one document, and no
     operation is issued for it. Of G heads of keys and values, each serves H/G query heads that follow one
-    another. Attention Is All You Need (arXiv 1706.03762, eq. 1); GQA (arXiv 2305.13245, sec. 2.2).
+    another. With `window` W, only keys i - W < j count, W with the query's own (ATT-6). `sinks_H` are a logit
+    per head, not scaled, that joins the denominator and has no value (ATT-5). Attention Is All You Need
+    (arXiv 1706.03762, eq. 1); GQA (arXiv 2305.13245, sec. 2.2); sinks as in transformers' `gpt_oss`.
     """
     heads = q_BSHC.shape[2]
     q_BHSC, k_BHSC, v_BHSU = (_shared(widen(x), heads).transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
     length = q_BSHC.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool, device=q_BSHC.device).tril()
+    if window is not None:
+        allowed = allowed.triu(1 - window)
     if documents_BS is not None:
         allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
-    scores_BHSS = ((q_BHSC * scale) @ k_BHSC.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
-    lse_BHS = scores_BHSS.detach().logsumexp(-1)
-    o_BSHU = (scores_BHSS.softmax(-1) @ v_BHSU).transpose(1, 2)
+    scores_BHSX = ((q_BHSC * scale) @ k_BHSC.transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
+    if sinks_H is not None:  # One more column, that of a key whose value is zero.
+        column_BHS1 = widen(sinks_H)[:, None, None].expand(*scores_BHSX.shape[:3], 1)
+        scores_BHSX = torch.cat((scores_BHSX, column_BHS1), -1)
+    lse_BHS = scores_BHSX.detach().logsumexp(-1)
+    o_BSHU = (scores_BHSX.softmax(-1)[..., :length] @ v_BHSU).transpose(1, 2)
     return o_BSHU.to(v_BSGU.dtype), lse_BHS
 
 
@@ -43,7 +59,13 @@ def _shared(x_BSGC: Tensor, heads: int) -> Tensor:
 
 
 def sdpa_cpu(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    documents_BS: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` by torch's fused CPU kernel, with the value heads padded to the width of the keys.
 
@@ -51,16 +73,56 @@ def sdpa_cpu(
     It reads shared key heads where they are, without a copy for each query head.
     """
     q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
-    padding = q_BSHC.shape[-1] - v_BSGU.shape[-1]
-    o_BHSC, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BHSC,
-        k_BGSC,
-        F.pad(v_BGSU, (0, padding)),
-        is_causal=True,
-        attn_mask=None if documents_BS is None else _distance(documents_BS).to(q_BSHC.dtype),
-        scale=scale,
-    )
+    heads = (q_BHSC, k_BGSC, F.pad(v_BGSU, (0, q_BSHC.shape[-1] - v_BSGU.shape[-1])))
+    mask = _mask(q_BSHC, documents_BS, window)
+    if sinks_H is None:
+        o_BHSC, lse_BHS = _FORWARD(*heads, is_causal=True, attn_mask=mask, scale=scale)
+    else:
+        o_BHSC, lse_BHS = _WithSinks.apply(*heads, sinks_H, mask, scale)  # type: ignore[no-untyped-call]
     return o_BHSC[..., : v_BSGU.shape[-1]].transpose(1, 2), lse_BHS
+
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _WithSinks(torch.autograd.Function):
+    """The fused kernel knows no sinks, but its backward takes whatever output and log-sum-exp it is given.
+
+    With l over the keys alone, the sink a makes them l' = log(e^l + e^a) and o' = o·exp(l - l'), and
+    da = -Σ exp(a - l')·(do·o') (ATT-5).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        o_BHSC, keys_BHS = _FORWARD(q, k, v, is_causal=True, attn_mask=mask, scale=scale)
+        lse_BHS = torch.logaddexp(keys_BHS, widen(sinks_H)[:, None])
+        o_BHSC = (o_BHSC * (keys_BHS - lse_BHS).exp()[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks_H, mask, o_BHSC, lse_BHS)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(lse_BHS)
+        return o_BHSC, lse_BHS
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_H, mask, o_BHSC, lse_BHS = ctx.saved_tensors
+        do_BHSC = grads[0]
+        dq, dk, dv = _BACKWARD(do_BHSC, q, k, v, o_BHSC, lse_BHS, 0.0, True, attn_mask=mask, scale=ctx.scale)
+        share_BHS = (widen(sinks_H)[:, None] - lse_BHS).exp()
+        pulled_BHS = (widen(do_BHSC) * widen(o_BHSC)).sum(-1)
+        return dq, dk, dv, -(share_BHS * pulled_BHS).sum((0, 2)).to(sinks_H.dtype), None, None
+
+
+def _mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> Tensor | None:
+    """What is added to the scores besides causality: 0 where a query sees a key, -1e30 or less elsewhere."""
+    mask = None if documents_BS is None else _distance(documents_BS)
+    if window is not None:
+        places_S = torch.arange(q_BSHC.shape[1], device=q_BSHC.device, dtype=torch.float32)
+        too_far_SS = (places_S[:, None] - places_S - (window - 1)).clamp_(min=0).mul_(-1e30)
+        mask = too_far_SS[None, None] if mask is None else mask.add_(too_far_SS)
+    return None if mask is None else mask.to(q_BSHC.dtype)
 
 
 def _distance(documents_BS: Tensor) -> Tensor:
@@ -114,7 +176,7 @@ IMPLEMENTATIONS = (
         attention,
         deterministic=(True, True),
         saves="q, k, v, probabilities",
-        features=frozenset({"packed", "unequal_widths", "gqa", "context_parallel"}),
+        features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks", "context_parallel"}),
     ),
     Implementation(
         "attention",
@@ -124,7 +186,7 @@ IMPLEMENTATIONS = (
         saves="q, k, padded v, padded o, lse",
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        features=frozenset({"packed", "unequal_widths", "gqa"}),
+        features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks"}),
         shapes=lambda widths, dtype: (
             "needs value heads no wider than key heads"
             if widths.get("value", 0) > widths.get("key", 0)

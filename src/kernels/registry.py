@@ -36,6 +36,7 @@ class Ops:
 
     attention: Callable[..., Any]
     grouped_mm: Callable[..., Any]
+    expert_bias: Callable[..., Any]
     route: Callable[..., Any]
     sort_by_expert: Callable[..., Any]
     permute: Callable[..., Any]

@@ -14,13 +14,18 @@ from src.kernels.opaque import opaque
 BLOCK = 1024
 
 
-def swiglu(gate_up_N2F: Tensor) -> Tensor:
+def swiglu(gate_up_N2F: Tensor, *, limit: float | None = None, alpha: float = 1.0) -> Tensor:
     """silu(gate)·up, [N,F]; the gate is the first half (FFN-1).
 
-    GLU Variants Improve Transformer (arXiv 2002.05202, eq. 6).
+    With a `limit` the clamped kind: gate at most `limit`, up within ±`limit`, gate·σ(alpha·gate)·(up + 1).
+    GLU Variants Improve Transformer (arXiv 2002.05202, eq. 6); the clamped kind as transformers' `gpt_oss`.
     """
     gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
-    return F.silu(gate_NF) * up_NF
+    if limit is None:
+        assert alpha == 1, f"alpha={alpha} is a factor of the clamped kind"
+        return F.silu(gate_NF) * up_NF
+    gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
+    return gate_NF * torch.sigmoid(alpha * gate_NF) * (up_NF + 1)
 
 
 def _forward(gate_up_N2F: Tensor) -> Tensor:
@@ -73,13 +78,20 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def triton_swiglu(gate_up_N2F: Tensor) -> Tensor:
-    """`swiglu` in one pass, and its gradient in one: both halves without a copy to put them together."""
+    """`swiglu` without bounds in one pass, its gradient in one: no copy puts both halves together."""
     out: Tensor = _SwiGLU.apply(gate_up_N2F)  # type: ignore[no-untyped-call]
     return out
 
 
 IMPLEMENTATIONS = (
-    Implementation("swiglu", EAGER, swiglu, deterministic=(True, True), saves="gate_up, silu(gate)"),
+    Implementation(
+        "swiglu",
+        EAGER,
+        swiglu,
+        deterministic=(True, True),
+        saves="gate_up, silu(gate)",
+        features=frozenset({"clamped"}),
+    ),
     Implementation(
         "swiglu",
         "triton",

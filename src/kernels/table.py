@@ -8,6 +8,7 @@ from src.kernels import (
     adamw,
     attention,
     combine,
+    expert_bias,
     grouped_mm,
     latent_heads,
     linear,
@@ -25,6 +26,7 @@ from src.kernels.declaration import Implementation
 IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "attention": attention.IMPLEMENTATIONS,
     "grouped_mm": grouped_mm.IMPLEMENTATIONS,
+    "expert_bias": expert_bias.IMPLEMENTATIONS,
     "route": route.IMPLEMENTATIONS,
     "sort_by_expert": sort_by_expert.IMPLEMENTATIONS,
     "permute": permute.IMPLEMENTATIONS,

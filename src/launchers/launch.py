@@ -104,6 +104,8 @@ def find_and_run(launch: Launch) -> int:
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
+    for notice in plan.notices:
+        console.line(f"notice     {notice}")
     with console.phase("run") as words:
         code, key = code_record(), plan.data_key
         taken = runs.claim(launch.config, code, key)

@@ -7,9 +7,21 @@ from math import prod
 
 from src.config import Config
 from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, DenseConfig, Qwen3MoeConfig
-from src.trainer.parallel.layout import Coordinates, coordinates, micro_batches, split_layers, stage_count
+from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, Qwen3MoeConfig
+from src.trainer.parallel.layout import (
+    Coordinates,
+    coordinates,
+    last_rank,
+    micro_batches,
+    split_layers,
+    stage_count,
+    stages_of,
+    stages_per_rank,
+)
+from src.trainer.parallel.pipeline.schedule import peak_live
 
+Known = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig | DenseConfig
+"""Families of ours, whose activations are counted."""
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "bf16": 2}
@@ -67,10 +79,15 @@ def moments(config: Config) -> int:
     return 1 if config.optimizer.momentum else 0
 
 
+def stages_held(config: Config, pp: int) -> list[range]:
+    """Global indices of the layers of each stage of a pipeline rank, in the order of the forward pass."""
+    layers = split_layers(config.model.num_layers, stage_count(config))
+    return [layers[stage] for stage in stages_of(config, pp)]
+
+
 def layers_of(config: Config, pp: int) -> list[int]:
     """Global indices of the layers that a pipeline rank holds."""
-    stages = split_layers(config.model.num_layers, stage_count(config))
-    return [layer for stage in stages[pp :: config.mesh.pp] for layer in stage]
+    return [layer for stage in stages_held(config, pp) for layer in stage]
 
 
 def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
@@ -78,7 +95,7 @@ def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
     layers = {f"model.layers.{layer}." for layer in layers_of(config, place.pp)}
     local = gathered = alone = 0
     for name, shape in parameters(config.model).items():
-        if not _is_held(name, place.pp, config.mesh.pp, layers):
+        if not _is_held(config, name, place.pp, layers):
             continue
         is_expert = is_expert_stack(name)
         mine = (shape[0] // config.mesh.ep, *shape[1:]) if is_expert else shape
@@ -89,10 +106,10 @@ def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
     return local, gathered, alone
 
 
-def _is_held(name: str, pp: int, pipeline: int, layers: set[str]) -> bool:
+def _is_held(config: Config, name: str, pp: int, layers: set[str]) -> bool:
     if name.startswith("model.layers."):
         return name[: name.index(".", len("model.layers.")) + 1] in layers
-    return pp == 0 if name.startswith("model.embed_tokens") else pp == pipeline - 1
+    return pp == (0 if name.startswith("model.embed_tokens") else last_rank(config))
 
 
 def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, int]:
@@ -103,8 +120,8 @@ def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, i
 
 
 def _shard(shape: tuple[int, ...], shards: int, index: int, is_expert: bool) -> int:
-    """Elements of one shard (ENG-2): dim 0 if that divides, an expert's dim 1 else, dim 0 by ceiling last."""
-    if is_expert and shape[0] % shards and shape[1] % shards == 0:
+    """Elements of one shard (ENG-2): dim 0 if that divides, a stack's dim 1 else, dim 0 by ceiling last."""
+    if is_expert and len(shape) == 3 and shape[0] % shards and shape[1] % shards == 0:
         return prod(shape) // shards
     rows = -(-shape[0] // shards)
     return max(0, min(rows, shape[0] - index * rows)) * prod(shape[1:])
@@ -117,31 +134,31 @@ def activations(config: Config, place: Coordinates, compute: int) -> int:
     tokens times vocabulary: logits, their softmax and its gradient, in fp32 at least.
     """
     tokens = config.micro_batch_size * config.sequence_length // config.mesh.cp
-    per_token = sum(_layer_numbers(config) for _ in layers_of(config, place.pp))
-    size = _live(config, place.pp) * tokens * per_token * compute
-    if place.pp == config.mesh.pp - 1:
+    layers = max(len(stage) for stage in stages_held(config, place.pp))
+    size = _live(config, place.pp) * tokens * layers * _layer_numbers(config) * compute
+    if place.pp == last_rank(config):
         size += 3 * tokens * (config.model.vocab_size or 0) * max(compute, 4)
     return size
 
 
 def _live(config: Config, pp: int) -> int:
-    """Micro-batches whose activations a pipeline rank keeps at one time (ENG-13)."""
-    steps = micro_batches(config)
+    """Activations, of a micro-batch in a stage each, that a pipeline rank keeps at one time (ENG-13)."""
     if config.mesh.pp == 1:
         return 1
-    return steps if config.pipeline.schedule == "gpipe" else min(steps, config.mesh.pp - pp)
+    schedule, per_rank = config.pipeline.schedule, stages_per_rank(config)
+    return peak_live(schedule, config.mesh.pp, per_rank, micro_batches(config), pp)
 
 
 def _layer_numbers(config: Config) -> int:
     """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
     model = config.model
-    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig | DenseConfig):
+    if not isinstance(model, Known):
         return 16 * model.hidden_size
     scores = 2 * model.num_heads * config.sequence_length
     return 8 * model.hidden_size + _head_numbers(model) + scores + _ffn_numbers(model)
 
 
-def _ffn_numbers(model: DeepseekV2Config | Qwen3MoeConfig | DenseConfig) -> int:
+def _ffn_numbers(model: Known) -> int:
     """Gate, up, their product and the output: of the dense FFN, or of each expert that a token visits."""
     if isinstance(model, DenseConfig):
         return 3 * model.intermediate_size + model.hidden_size
@@ -149,7 +166,7 @@ def _ffn_numbers(model: DeepseekV2Config | Qwen3MoeConfig | DenseConfig) -> int:
     return (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
 
 
-def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig | DenseConfig) -> int:
+def _head_numbers(model: Known) -> int:
     """Queries, keys, values and what attention gives, of one token."""
     if not isinstance(model, DeepseekV2Config):
         return 2 * (model.num_heads + model.num_kv_heads) * model.head_dim

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from src.models import twin
 from src.models.counts import count
 from src.naming import run_name
 from src.trainer.data.keys import Corpora, data_key
-from src.trainer.parallel import layout
+from src.trainer.parallel import layout, rules
 
 GIB = 2**30
 
@@ -88,6 +89,8 @@ class LaunchPlan:
     """The command of each rank, quoted for a shell."""
     stop: dict[str, str]
     """How long ranks wait for each other, and how long a stopped one may take to save."""
+    notices: list[str]
+    """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
 
@@ -118,6 +121,7 @@ class LaunchPlan:
             *[("", line) for line in self._rank_lines()],
             ("memory", self.memory.arithmetic),
             ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
+            *[("notice", notice) for notice in self.notices],
             ("each rank", self.command),
         ]
         lines += [
@@ -182,6 +186,7 @@ def make_plan(
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
+        notices=rules.notices(config),
         stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
         flags=_flags(config, overrides, share, machine.platform),
     )
@@ -234,9 +239,16 @@ def _batch_text(batch: dict[str, int]) -> str:
 
 def _rank_text(rank: RankPlan) -> str:
     place = " ".join(f"{axis}={value}" for axis, value in rank.coordinates.items() if axis != "tp")
-    span = f"layers {rank.layers[0]}-{rank.layers[-1]}"
+    span = f"layers {', '.join(_runs(rank.layers))}"
     size = f"{rank.memory.parameters:,} parameters, {bytes_text(rank.memory.total)}"
     return f"rank {rank.rank}: {place}; {span}; {size}"
+
+
+def _runs(numbers: list[int]) -> list[str]:
+    """Ascending numbers as first-last of each contiguous run."""
+    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
+    runs = [numbers[i:j] for i, j in pairwise([0, *breaks, len(numbers)])]
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
 def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, cast
 
-from src.models.names import is_expert_stack, is_moe_layer, parameters
+from src.models.names import is_bias, is_expert_stack, is_moe_layer, parameters, window_of
 
 if TYPE_CHECKING:
     from src.models.schema import (
         DeepseekV2Config,
         DenseConfig,
+        GptOssConfig,
         HfConfig,
         ModelConfig,
         MoeConfig,
@@ -53,7 +54,7 @@ def count(config: ModelConfig) -> Counts:
     active = {name: _active(config, name, size) for name, size in sizes.items()}
     embedding = sizes["model.embed_tokens.weight"]
     # A tied head multiplies by the embedding's table, so that table is a matrix product after all.
-    matmul = sum(active[name] for name, shape in shapes.items() if len(shape) > 1)
+    matmul = sum(active[name] for name, shape in shapes.items() if len(shape) > 1 and not is_bias(name))
     return Counts(
         total=sum(sizes.values()),
         active=sum(active.values()),
@@ -66,10 +67,13 @@ def count(config: ModelConfig) -> Counts:
 def flops_per_token(config: ModelConfig, sequence_length: int, causal: bool = True) -> int:
     """Training FLOPs per token: 6·N_mm plus 6·k·H·(d_qk + d_v) per attention layer, without recomputation.
 
-    `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; else k = S, as torchtitan.
+    `causal` counts k = S/2 keys per query, as Megatron-Bridge and AutoModel do; else k = S, as torchtitan. A
+    layer with a window of W keys counts min(k, W).
     """
-    keys = sequence_length / 2 if causal else sequence_length
-    return int(6 * count(config).matmul + 6 * keys * config.num_layers * _HEAD_WIDTHS[config.family](config))
+    seen = sequence_length / 2 if causal else sequence_length
+    windows = (window_of(config, index) for index in range(config.num_layers))
+    keys = sum(seen if window is None else min(seen, window) for window in windows)
+    return int(6 * count(config).matmul + 6 * keys * _HEAD_WIDTHS[config.family](config))
 
 
 def moe_layers(config: ModelConfig) -> list[int]:
@@ -87,7 +91,7 @@ def _latent_widths(config: DeepseekV2Config) -> int:
     return config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
 
 
-def _grouped_widths(config: Qwen3MoeConfig | DenseConfig | HfConfig) -> int:
+def _grouped_widths(config: Qwen3MoeConfig | GptOssConfig | DenseConfig | HfConfig) -> int:
     return config.num_heads * 2 * config.head_dim
 
 
@@ -95,6 +99,7 @@ def _grouped_widths(config: Qwen3MoeConfig | DenseConfig | HfConfig) -> int:
 _HEAD_WIDTHS: dict[str, Callable[..., int]] = {
     "deepseek_v2": _latent_widths,
     "qwen3_moe": _grouped_widths,
+    "gpt_oss": _grouped_widths,
     "dense": _grouped_widths,
     "hf": _grouped_widths,
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from src.kernels.registry import Ops
 from src.kernels.route import Routed
-from src.models.layers import ROUTER, Experts, ParamSpec, RMSNorm, SwiGLU
+from src.models.layers import ROUTER, ROUTER_BIAS, Experts, ParamSpec, RMSNorm, SwiGLU
 from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
 from src.models.schema import ModelConfig, MoeConfig
 
@@ -30,21 +30,29 @@ class RoutingRule:
     """Whether the weights of a token sum to `scale`."""
     scale: float = 1.0
     """Factor on the weights."""
+    scoring: str = "softmax"
+    """`softmax` over all experts, or `softmax_of_chosen`: over the K with the largest logits."""
 
 
 class Router(nn.Module):
     """Chooses K experts of each token and their weights."""
 
-    specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER}
+    specs: ClassVar[dict[str, ParamSpec]] = {"weight": ROUTER, "bias": ROUTER_BIAS}
+    e_score_correction_bias: Tensor | None
+    """[E], fp32 at least, added to the scores for the choice alone; the engine lends it (`balance=bias`)."""
 
-    def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops) -> None:
+    def __init__(self, config: MoeConfig, rule: RoutingRule, ops: Ops, bias: bool = False) -> None:
         super().__init__()
         self.top_k, self.rule, self.ops = config.top_k, rule, ops
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if bias else None
+        self.register_buffer("e_score_correction_bias", None)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
         logits_TE = self.ops.router_linear(x_TD, self.weight)
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias
         routed = self.route(logits_TE, batch.ids_TK)
         if batch.balance is None:
             return Routing(routed.ids_TK, routed.weights_TK)
@@ -64,6 +72,8 @@ class Router(nn.Module):
             groups_kept=rule.groups_kept,
             renormalise=rule.renormalise,
             scale=rule.scale,
+            scoring=rule.scoring,
+            bias_E=self.e_score_correction_bias,
             ids_TK=ids_TK,
         )
         return routed
@@ -72,13 +82,11 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Routed experts, and a shared one that reads the same normed input."""
 
-    def __init__(
-        self, config: MoeConfig, experts: range, ops: Ops, rule: RoutingRule, shared: SwiGLU | None = None
-    ) -> None:
-        """`experts` are the global ids of those held here."""
+    def __init__(self, router: Router, experts: Experts, shared: SwiGLU | None = None) -> None:
+        """`experts` are those held here."""
         super().__init__()
-        self.gate = Router(config, rule, ops)
-        self.experts = Experts(len(experts), config.hidden_size, config.expert_size, ops)
+        self.gate = router
+        self.experts = experts
         self.shared_experts = shared
 
 

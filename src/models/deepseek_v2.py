@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
-from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
-from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU, attend
+from src.models.decoder_layer import DecoderLayer, MoE, Router, RoutingRule
+from src.models.layers import Experts, Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch, Context
 from src.models.rotary import softmax_factor
@@ -123,7 +123,8 @@ class DeepseekV2(CausalLM[DeepseekV2Config]):
         config = self.config
         width = config.expert_size * config.num_shared_experts
         shared = SwiGLU(config.hidden_size, width, ops) if width else None
-        return MoE(config, experts, ops, routing_rule(config), shared)
+        routed = Experts(len(experts), config.hidden_size, config.expert_size, ops)
+        return MoE(Router(config, routing_rule(config), ops), routed, shared)
 
     @staticmethod
     def needs(config: DeepseekV2Config) -> dict[str, Need]:

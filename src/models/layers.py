@@ -40,8 +40,11 @@ class ParamSpec:
 MATRIX = ParamSpec("normal", std=0.02)
 GAIN = ParamSpec("ones", decay=False)
 BIAS = ParamSpec("zeros", decay=False)
+SINKS = ParamSpec("normal", std=0.02, decay=False)
 ROUTER = ParamSpec("normal", std=0.02, wide=True)
+ROUTER_BIAS = ParamSpec("normal", std=0.02, decay=False, wide=True)
 EXPERTS = ParamSpec("normal", std=0.02, expert=True)
+EXPERTS_BIAS = ParamSpec("zeros", expert=True, decay=False)
 
 
 class Linear(nn.Module):
@@ -127,6 +130,31 @@ class Experts(nn.Module):
         offs_E = counts_E.cumsum(0, dtype=torch.int32)
         gate_up_R2F = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
         out: Tensor = self.ops.grouped_mm(self.ops.swiglu(gate_up_R2F), self.down, offs_E)
+        return out
+
+
+class BiasedExperts(Experts):
+    """Experts with a clamped SwiGLU, and with biases `gate_up_bias` [E,2F] and `down_bias` [E,D]."""
+
+    specs: ClassVar[dict[str, ParamSpec]] = {
+        **Experts.specs,
+        "gate_up_bias": EXPERTS_BIAS,
+        "down_bias": EXPERTS_BIAS,
+    }
+
+    def __init__(self, experts: int, width: int, inner: int, ops: Ops, limit: float, alpha: float) -> None:
+        super().__init__(experts, width, inner, ops)
+        self.limit, self.alpha = limit, alpha
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * inner))
+        self.down_bias = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """As `Experts.forward`; rows past the counts take no bias (ENG-19)."""
+        offs_E = counts_E.cumsum(0, dtype=torch.int32)
+        product, add = self.ops.grouped_mm, self.ops.expert_bias
+        gate_up_R2F = add(product(rows_RD, self.gate_up, offs_E), self.gate_up_bias, offs_E)
+        inner_RF = self.ops.swiglu(gate_up_R2F, limit=self.limit, alpha=self.alpha)
+        out: Tensor = add(product(inner_RF, self.down, offs_E), self.down_bias, offs_E)
         return out
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from src.models.schema import (
         DeepseekV2Config,
         DenseConfig,
+        GptOssConfig,
         HfConfig,
         ModelConfig,
         MoeConfig,
@@ -38,6 +39,8 @@ class Entry:
     """Rows of the expert's matrix (or bias) that the entry is; None takes all."""
     shape: tuple[int, ...]
     """Shape of the entry, `[out, in]` for a matrix."""
+    transposed: bool = False
+    """Whether the parameter holds the expert's matrix as `[in, out]`; `rows` are those of `[out, in]`."""
 
 
 def parameters(config: ModelConfig) -> Shapes:
@@ -62,7 +65,7 @@ def canonical(config: ModelConfig) -> dict[str, Entry]:
         if is_expert_stack(name) and config.family != "hf":  # There the stacks are transformers' own.
             entries |= _unstack(name, shape)
         else:
-            entries[name] = Entry(name, None, None, shape)
+            entries[_released(config, name)] = Entry(name, None, None, shape)
     return entries
 
 
@@ -80,23 +83,41 @@ def vocabulary(config: ModelConfig) -> int:
     return config.vocab_size
 
 
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias, stacked ones of experts included."""
+    return name.endswith(("_bias", ".bias"))
+
+
 def is_moe_layer(config: ModelConfig, index: int) -> bool:
     """Whether the layer with this global index routes tokens to experts (TRAP-5)."""
     return _IS_MOE[config.family](config, index)
 
 
+def window_of(config: ModelConfig, index: int) -> int | None:
+    """Keys that a query sees at most in the layer with this global index, its own included; None sees all.
+
+    Window W lets query i see the keys i - W < j <= i (ATT-6, TRAP-5).
+    """
+    return _WINDOWS[config.family](config, index) if config.family in _WINDOWS else None
+
+
+def _released(config: ModelConfig, name: str) -> str:
+    """The release's name of a parameter outside stacks: its router may be called otherwise (HFN)."""
+    return name.replace(".mlp.gate.", f".mlp.{_ROUTERS.get(config.family, 'gate')}.")
+
+
 def _unstack(name: str, shape: tuple[int, ...]) -> dict[str, Entry]:
-    """Entries of one stack: `gate_up` [E,2F,D] holds the gate rows first, `down` is [E,D,F]."""
+    """Entries of one stack: `gate_up` [E,2F,D] holds the gate rows first, `down` is [E,D,F]; biases alike."""
     prefix, kind = name.rsplit(".", 1)
     experts, out = shape[0], shape[1]
     rows: dict[str, slice | None] = (
         {"gate_proj": slice(0, out // 2), "up_proj": slice(out // 2, out)}
-        if kind == "gate_up"
+        if kind.startswith("gate_up")
         else {"down_proj": None}
     )
-    height = out // len(rows)
+    height, part = out // len(rows), "bias" if is_bias(name) else "weight"
     return {
-        f"{prefix}.{expert}.{projection}.weight": Entry(name, expert, span, (height, *shape[2:]))
+        f"{prefix}.{expert}.{projection}.{part}": Entry(name, expert, span, (height, *shape[2:]))
         for expert in range(experts)
         for projection, span in rows.items()
     }
@@ -117,6 +138,15 @@ def _qwen3_moe_layer(config: Qwen3MoeConfig, index: int) -> Shapes:
     return _decoder_layer(config, index, attention)
 
 
+def _gpt_oss_layer(config: GptOssConfig, index: int) -> Shapes:
+    """A sink for each query head (ATT-5), and biases of router and experts (ROUTE-4, FFN-1)."""
+    E, D, F = config.num_experts, config.hidden_size, config.expert_size
+    attention: Shapes = {"sinks": (config.num_heads,)} | _grouped_attention(config)
+    shapes = _decoder_layer(config, index, attention)
+    shapes["mlp.gate.bias"] = (E,)
+    return shapes | {"mlp.experts.gate_up_bias": (E, 2 * F), "mlp.experts.down_bias": (E, D)}
+
+
 def _dense_layer(config: DenseConfig, index: int) -> Shapes:
     return _decoder_layer(config, index, _grouped_attention(config))
 
@@ -134,7 +164,7 @@ def _decoder_layer(config: MoeConfig | DenseConfig, index: int, attention: Shape
     return shapes | {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
 
 
-def _grouped_attention(config: Qwen3MoeConfig | DenseConfig) -> Shapes:
+def _grouped_attention(config: Qwen3MoeConfig | GptOssConfig | DenseConfig) -> Shapes:
     """Its four projections; keys and values have heads of their own number."""
     D, C, bias = config.hidden_size, config.head_dim, config.attention_bias
     q_width, kv_width = config.num_heads * C, config.num_kv_heads * C
@@ -187,11 +217,18 @@ def _by_list_or_step(config: Qwen3MoeConfig, index: int) -> bool:
 _LAYERS: dict[str, Callable[..., Shapes]] = {
     "deepseek_v2": _deepseek_v2_layer,
     "qwen3_moe": _qwen3_moe_layer,
+    "gpt_oss": _gpt_oss_layer,
     "dense": _dense_layer,
 }
 _IS_MOE: dict[str, Callable[..., bool]] = {
     "deepseek_v2": _after_first_dense,
     "qwen3_moe": _by_list_or_step,
+    "gpt_oss": lambda config, index: True,
     "dense": lambda config, index: False,
     "hf": lambda config, index: False,  # Its routers are its own; nothing of ours looks at them.
 }
+_WINDOWS: dict[str, Callable[..., int | None]] = {
+    "gpt_oss": lambda config, index: config.sliding_window if index % 2 == 0 else None,
+}
+_ROUTERS = {"gpt_oss": "router"}
+"""Family → its release's name of the router, where that is not `gate`."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from src.kernels.declaration import Need
 from src.kernels.registry import Ops
 from src.models.causal_lm import CausalLM
-from src.models.decoder_layer import DecoderLayer, MoE, RoutingRule
-from src.models.layers import Linear, RMSNorm, Rotary, SwiGLU, attend
+from src.models.decoder_layer import DecoderLayer, MoE, Router, RoutingRule
+from src.models.layers import Experts, Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch
 from src.models.schema import DenseConfig, Qwen3MoeConfig, YarnConfig
@@ -70,8 +70,9 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
 
     def moe(self, experts: range, ops: Ops) -> MoE:
         """The routed experts of a layer, by the K largest scores (ROUTE-3)."""
-        rule = RoutingRule(renormalise=self.config.norm_topk_prob)
-        return MoE(self.config, experts, ops, rule)
+        config, rule = self.config, RoutingRule(renormalise=self.config.norm_topk_prob)
+        routed = Experts(len(experts), config.hidden_size, config.expert_size, ops)
+        return MoE(Router(config, rule, ops), routed)
 
     @staticmethod
     def needs(config: Qwen3MoeConfig) -> dict[str, Need]:

@@ -129,6 +129,37 @@ class Qwen3MoeConfig(MoeConfig):
 
 
 @dataclass
+class GptOssConfig(MoeConfig):
+    """The gpt-oss family: sinks, windows in every second layer, biases throughout, a clamped SwiGLU."""
+
+    num_experts: int = 8
+    """Routed experts E."""
+    top_k: int = 2
+    """Experts K that a token visits."""
+    expert_size: int = 48
+    """Width F of an expert."""
+    intermediate_size: int = 0
+    """Every layer has experts, so there is no dense FFN and this stays 0."""
+    num_heads: int = 6
+    """Query heads; each has a sink, one more logit in the denominator of its softmax."""
+    num_kv_heads: int = 2
+    """Heads of keys and values; each serves num_heads/num_kv_heads query heads."""
+    head_dim: int = 16
+    """Width of a head, whatever hidden_size is."""
+    attention_bias: bool = True
+    """Bias on the four projections of attention."""
+    sliding_window: int = 8
+    """Keys that a query of an even layer (counted from 0) sees at most, its own included."""
+    rope_theta: float = 150000.0
+    """Base of the rotary frequencies."""
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+    swiglu_limit: float = 7.0
+    """Bound of the experts' gate from above, and of their up projection on both sides."""
+    swiglu_alpha: float = 1.702
+    """Factor on the gate within the sigmoid."""
+
+
+@dataclass
 class DenseConfig(ModelConfig):
     """Llama-like: grouped-query attention and a SwiGLU in every layer, no experts."""
 
@@ -172,6 +203,7 @@ class HfConfig(ModelConfig):
 FAMILIES: dict[str, type[ModelConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
     "dense": DenseConfig,
     "hf": HfConfig,
 }

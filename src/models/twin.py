@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 
 from src.models.counts import count, flops_per_token
-from src.models.schema import DeepseekV2Config, DenseConfig, ModelConfig, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, ModelConfig, Qwen3MoeConfig
 
 MEASURES: dict[str, str] = {"active": "active parameters", "flops": "FLOPs per token"}
 """What two models can have equal, and its name."""
@@ -81,7 +81,7 @@ def _of_latent(other: DeepseekV2Config) -> dict[str, int | float]:
     }
 
 
-def _of_groups(other: Qwen3MoeConfig | DenseConfig) -> dict[str, int | float]:
+def _of_groups(other: Qwen3MoeConfig | GptOssConfig | DenseConfig) -> dict[str, int | float]:
     return {
         "num_heads": other.num_heads,
         "num_kv_heads": other.num_kv_heads,
@@ -94,6 +94,7 @@ def _of_groups(other: Qwen3MoeConfig | DenseConfig) -> dict[str, int | float]:
 ATTENTION: dict[str, Callable[..., dict[str, int | float]]] = {
     "deepseek_v2": _of_latent,
     "qwen3_moe": _of_groups,
+    "gpt_oss": _of_groups,
     "dense": _of_groups,
 }
 """Family → the heads of its twin; a family without a row has no twin."""

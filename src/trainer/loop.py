@@ -21,6 +21,7 @@ from src.trainer.callbacks.base import Callback
 from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
+from src.trainer.callbacks.steady import SteadyTimeouts
 from src.trainer.callbacks.tracking import trackers
 from src.trainer.checkpoint.agree import agree
 from src.trainer.checkpoint.find import find
@@ -30,6 +31,7 @@ from src.trainer.data.corpus import open_data
 from src.trainer.data.keys import data_key
 from src.trainer.data.loader import Loader
 from src.trainer.data.order import Order
+from src.trainer.health import Health, refusal
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime
@@ -91,13 +93,8 @@ def flush(run: Run, metrics: Metrics, callbacks: Sequence[Callback]) -> None:
         callback.metrics(run, lines)
     if metrics.empty_steps:
         raise without_targets(run, metrics.empty_steps[0])
-    if run.halted is not None and bool(run.halted.item()):
-        bad = [str(line["step"]) for line in lines if line["skipped"]]
-        raise UserError(
-            f"loss or gradient not finite at step {', '.join(bad)}; the weights are those before it. "
-            "nonfinite=skip leaves such steps out, a lower optimizer.lr often avoids them",
-            code=7,
-        )
+    if bool(run.health.halted.item()):
+        raise refusal(run.config, lines)
 
 
 def without_targets(run: Run, step: int) -> UserError:
@@ -120,7 +117,8 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
         config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
     )
     write_kernels(directory, runtime, backend.ops_record())
-    return Run(config, directory, attempt, runtime, data, backend, optimizer, stop)
+    health = Health(config, runtime.device)
+    return Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health)
 
 
 def launched_key(config: Config, directory: Path) -> str | None:
@@ -152,6 +150,7 @@ def take_up(run: Run) -> None:
         scalars = load(found, run.config, run.backend, run.optimizer.moments, run.runtime, run.data.key)
         run.step, run.tokens_total = int(scalars["step"]), int(scalars["tokens_total"])
         run.optimizer.updates = int(scalars["updates"])
+        run.health.load(scalars)
         say(run, f"goes on from step {run.step}")
     elif run.config.init_from is not None:
         initial = load_weights(run.config, run.backend, run.runtime)
@@ -174,7 +173,8 @@ def make_callbacks(run: Run) -> list[Callback]:
     dump = [DumpBatches()] if run.config.debug.dump_batches else []
     listeners = [*tracking, *dump]
     evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
-    return [*listeners, *evaluating, Checkpointing()]
+    steady = [SteadyTimeouts()] if run.runtime.world > 1 else []
+    return [*steady, *listeners, *evaluating, Checkpointing()]
 
 
 @contextmanager

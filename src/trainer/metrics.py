@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from src.models.counts import flops_per_token
+from src.trainer.health import REASONS
+from src.trainer.parallel.balance import AUXILIARY
+from src.trainer.parallel.layout import AXES
 from src.trainer.state import Run
 from src.trainer.step_time import StepTime
 
@@ -38,9 +41,11 @@ class StepRecord:
     sums: Tensor
     """fp64 [3]: this rank's parts of loss, auxiliary sum and z sum; the world's SUM is the global value."""
     globals: Tensor
-    """fp64 [5], equal on all ranks: gradient norm, skipped flag, halted flag, target tokens, tokens."""
+    """fp64 [4], equal on all ranks: gradient norm, index of the reason to skip, target tokens, tokens."""
     counts: Tensor | None
     """int64 [MoE layers of the whole model, E]: rows this rank's layers sent to each expert."""
+    bias: Tensor | None
+    """Largest |bias| of this rank's routers after the step; None without `balance=bias`."""
     lr: float
     epoch: int
     step_time: StepTime
@@ -94,24 +99,34 @@ class Metrics:
         runtime = self._run.runtime
         sums = runtime.sum_world(torch.stack([r.sums for r in records])).tolist()
         shared = torch.stack([r.globals for r in records]).tolist()
-        self.empty_steps = [r.step for r, values in zip(records, shared, strict=True) if not values[3]]
+        self.empty_steps = [r.step for r, values in zip(records, shared, strict=True) if not values[2]]
         counts: list[Tensor | None] = [None] * len(records)
         if records[0].counts is not None:
             stacked = torch.stack([r.counts for r in records if r.counts is not None])
             counts = list(runtime.sum_world(stacked).cpu())
+        biases: list[float | None] = [None] * len(records)
+        if records[0].bias is not None:
+            stacked = torch.stack([r.bias for r in records if r.bias is not None])
+            biases = runtime.reduce(stacked, AXES, "max").tolist()
         peak = runtime.max_world(_peak_bytes(runtime.device))
         lines = [
-            self._line(r, s, g, c, peak) for r, s, g, c in zip(records, sums, shared, counts, strict=True)
+            self._line(r, s, g, self._moe(c, b), peak)
+            for r, s, g, c, b in zip(records, sums, shared, counts, biases, strict=True)
         ]
         if runtime.rank == 0:
             append_lines(self._path, lines)
         return lines
 
     def _line(
-        self, record: StepRecord, sums: list[float], shared: list[float], counts: Tensor | None, peak: int
+        self,
+        record: StepRecord,
+        sums: list[float],
+        shared: list[float],
+        moe: dict[str, Any] | None,
+        peak: int,
     ) -> dict[str, Any]:
         run, config = self._run, self._run.config
-        norm, skipped, _, _, tokens = shared
+        norm, reason, _, tokens = shared
         run.tokens_total += int(tokens)
         warm = record.step > self._first_step + WARM_UP_STEPS
         seconds = record.step_time.seconds
@@ -123,7 +138,7 @@ class Metrics:
             "attempt": run.attempt,
             "time": time.time(),
             "loss": sums[0],
-            "aux_loss": sums[1] / layers if self._moe_layers and config.balance.kind != "none" else None,
+            "aux_loss": sums[1] / layers if self._moe_layers and config.balance.kind in AUXILIARY else None,
             "z_loss": sums[2] / layers if self._moe_layers and config.balance.z_loss else None,
             "grad_norm": norm,
             "lr": record.lr,
@@ -131,15 +146,21 @@ class Metrics:
             "tokens_total": run.tokens_total,
             "samples_total": record.step * config.global_batch_size,
             "epoch": record.epoch,
-            "skipped": bool(skipped),
+            "skipped": bool(reason),
+            "skip_reason": REASONS[int(reason)],
             "step_time": seconds,
             "data_time": record.data_time,
             "tokens_per_s": speed,
             "mfu": self._mfu(speed),
             "mem_peak_bytes": peak,
             "bubble_s": None,
-            "moe": None if counts is None or not self._moe_layers else load_summary(counts, self._moe_layers),
+            "moe": moe,
         }
+
+    def _moe(self, counts: Tensor | None, bias: float | None) -> dict[str, Any] | None:
+        if counts is None or not self._moe_layers:
+            return None
+        return load_summary(counts, self._moe_layers) | {"bias_max": bias}
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         runtime = self._run.runtime

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,11 +23,9 @@ from src.config import Config, MeshConfig
 from src.durations import seconds
 from src.errors import UserError
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
+from src.trainer.parallel.timeouts import FIRST, wait_at_most
 
 T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a peer; a peer that died is noticed by the agent long before."""
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("pp",),
@@ -53,6 +51,8 @@ class Runtime:
     place: Coordinates
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Axes → group of the ranks that differ from this one in these only; absent where it is alone."""
+    store: Store | None = None
+    """Where ranks leave word for one another; None in one rank alone."""
 
     @property
     def data_coordinate(self) -> int:
@@ -140,16 +140,20 @@ def start(config: Config) -> Runtime:
     device = pick_device(config, local_rank)
     if config.determinism.name == "bitwise":
         torch.use_deterministic_algorithms(True)
-    if world > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=rank,
-            world_size=world,
-            store=meet(config, rank, world),
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
-    return join(config.mesh, rank, local_rank, device)
+    if world == 1:
+        return join(config.mesh, rank, local_rank, device)
+    store, steady = meet(config, rank, world), timedelta(seconds=seconds(config.launcher.collective_timeout))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world,
+        store=PrefixStore("default_pg", store),
+        timeout=steady,
+        device_id=device if device.type == "cuda" else None,
+    )
+    runtime = replace(join(config.mesh, rank, local_rank, device, steady), store=store)
+    wait_at_most(runtime, max(FIRST, steady))
+    return runtime
 
 
 def meet(config: Config, rank: int, world: int) -> Store:
@@ -157,7 +161,7 @@ def meet(config: Config, rank: int, world: int) -> Store:
     limit = timedelta(seconds=seconds(config.launcher.timeout))
     absent = "the others"
     try:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=limit))
+        store: Store = next(rendezvous("env://", rank, world, timeout=limit))[0]
         store.set(f"start/{rank}", "")
         for other in range(world):
             absent = f"rank {other}"
@@ -165,11 +169,16 @@ def meet(config: Config, rank: int, world: int) -> Store:
     except dist.DistError as error:
         message = f"timed out waiting for {absent}, launcher.timeout={config.launcher.timeout}"
         raise UserError(f"{message}: see their logs, or let it wait longer", code=6) from error
-    return PrefixStore("default_pg", store)
+    return store
 
 
-def join(mesh: MeshConfig, rank: int, local_rank: int, device: torch.device) -> Runtime:
-    """The runtime of a rank whose default process group, if the mesh needs one, stands already."""
+def join(
+    mesh: MeshConfig, rank: int, local_rank: int, device: torch.device, timeout: timedelta | None = None
+) -> Runtime:
+    """The runtime of a rank whose default process group, if the mesh needs one, stands already.
+
+    `timeout` is what the groups are made with; None is torch's own.
+    """
     runtime = Runtime(rank, mesh.world, local_rank, device, mesh, coordinates(mesh, rank))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for axes in GROUPS:
@@ -177,7 +186,7 @@ def join(mesh: MeshConfig, rank: int, local_rank: int, device: torch.device) -> 
         members = tuple(runtime.ranks(*wide))
         if 1 < len(members) < mesh.world and wide not in runtime.groups:
             if members not in made:
-                made[members] = dist.new_group(list(members), use_local_synchronization=True)
+                made[members] = dist.new_group(list(members), timeout, use_local_synchronization=True)
             runtime.groups[wide] = made[members]
     return runtime
 

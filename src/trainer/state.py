@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from src.config import Config
 from src.trainer.backends.base import Backend
 from src.trainer.data.corpus import Data
+from src.trainer.health import Health
 from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime
 from src.trainer.stop import Agreement, StopRequest
@@ -27,12 +26,9 @@ class Run:
     backend: Backend
     optimizer: Optimizer
     stop: StopRequest
+    health: Health
     agreement: Agreement = field(default_factory=Agreement)
     step: int = 0
     """Optimizer steps finished."""
     tokens_total: int = 0
     """Distinct training tokens seen, up to the last flush."""
-    bad_in_a_row: Tensor | None = None
-    """Device counter of updates in a row that were not finite (ENG-27)."""
-    halted: Tensor | None = None
-    """Device flag: no update is applied any more."""

@@ -31,8 +31,9 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
         callback.batch(run, batch)
     totals = count_world(run, batch)
     sums = run.backend.forward_backward(batch, totals[0])
-    norm = run.backend.grad_norm(sums.loss)
-    skip = judge(run, norm)
+    norm, loss = run.backend.norm_and_loss(sums.loss)
+    reason = run.health.judge(norm, loss)
+    skip = (reason > 0).double()
     lr = learning_rate(run.config, run.step)
     run.optimizer.step(lr, clip_factor(norm, run.config.optimizer.max_norm), skip)
     run.optimizer.zero_grad()
@@ -43,8 +44,9 @@ def train_step(run: Run, loader: Loader, callbacks: Sequence[Callback]) -> tuple
     record = StepRecord(
         step=run.step,
         sums=torch.stack([sums.loss.double(), sums.aux.double(), sums.z.double()]),
-        globals=torch.stack([norm.double(), skip.double(), halted(run).double(), *totals[:2].double()]),
+        globals=torch.stack([norm.double(), reason.double(), *totals[:2].double()]),
         counts=sums.counts,
+        bias=run.backend.largest_bias(),
         lr=lr,
         epoch=batch.epoch,
         step_time=step_time,
@@ -64,23 +66,3 @@ def count_world(run: Run, batch: StepBatch) -> Tensor:
     if runtime.device.type == "cuda":  # From memory that is not pinned a copy waits for the step before.
         here = here.pin_memory().to(runtime.device, non_blocking=True)
     return runtime.sum_world(here)
-
-
-def judge(run: Run, norm: Tensor) -> Tensor:
-    """Device flag that this update is not applied (ENG-27); equal on all ranks, since the norm is.
-
-    `grad_norm` is not finite if the loss of any rank is not. Under `nonfinite=stop` the first bad step halts
-    the run, under `skip` the one after `max_skips` in a row does; once halted, nothing is applied any more,
-    so that the state is that before the bad step when the next flush ends the run.
-    """
-    bad = ~torch.isfinite(norm)
-    allowed = run.config.max_skips if run.config.nonfinite == "skip" else 0
-    before = run.bad_in_a_row if run.bad_in_a_row is not None else torch.zeros_like(norm, dtype=torch.int64)
-    run.bad_in_a_row = torch.where(bad, before + 1, torch.zeros_like(before))
-    run.halted = halted(run) | (run.bad_in_a_row > allowed)
-    return (bad | run.halted).double()
-
-
-def halted(run: Run) -> Tensor:
-    """Device flag that the run must end at the next flush."""
-    return torch.zeros((), dtype=torch.bool, device=run.runtime.device) if run.halted is None else run.halted

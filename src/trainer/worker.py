@@ -46,6 +46,7 @@ def work(directory: Path) -> None:
     """Load the config that the launching process wrote, join the others, train, leave a note if stopped."""
     from src.compose import load_config
     from src.trainer.loop import train
+    from src.trainer.parallel.timeouts import naming_the_absent
     from src.trainer.runtime import start
     from src.trainer.stop import StopRequest
 
@@ -54,7 +55,8 @@ def work(directory: Path) -> None:
     runtime = start(config)
     describe(directory, config, runtime.rank)
     attempt = int(os.environ.get("MANYHEAD_ATTEMPT", "1"))
-    stopped = train(config, directory, attempt, runtime, stop)
+    with naming_the_absent(runtime, config.launcher.collective_timeout):
+        stopped = train(config, directory, attempt, runtime, stop)
     if stopped and runtime.rank == 0:
         (directory / "control" / "requeue").write_text("stopped on request, state saved\n")
     runtime.close()

@@ -82,7 +82,7 @@ def one_step(case: Case, backend: NativeBackend, step: int, trace: Trace) -> Non
     """SGD with clipping, noted down."""
     batch = step_batch(case.batch, step, 0, 1)
     sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens))
-    norm = backend.grad_norm(sums.loss)
+    norm = backend.norm_and_loss(sums.loss)[0]
     trace.losses.append(float(sums.loss))
     trace.aux.append(float(sums.aux))
     trace.z.append(float(sums.z))

@@ -23,7 +23,7 @@ from src.trainer.optimizer import Optimizer
 from src.trainer.runtime import Runtime, join
 from tests.checkpoint.fake import MODEL, alone, config, fill, wrong
 from tests.distributed import world
-from tests.models.odd import deepseek_v2
+from tests.models.odd import deepseek_v2, gpt_oss
 from tests.trainer.small import lines, run_here, small_config
 
 transformers: Any = pytest.importorskip("transformers")
@@ -66,11 +66,13 @@ def there_and_back(settings: Config, runtime: Runtime, run: Path) -> list[str]:
     return bad + wrong(native.backend, native.moments)
 
 
-def settings_of(mesh: MeshConfig) -> Config:
-    """Fifteen experts: on two shards one stack is cut on its second dimension, the other unevenly."""
-    return config(
-        replace(MODEL, num_experts=15, hidden_size=9), mesh=mesh, balance__kind="global_batch_lagged"
-    )
+def settings_of(mesh: MeshConfig, family: str = "deepseek_v2") -> Config:
+    """An odd number of experts: on two shards one stack is cut on its second dimension, the other unevenly.
+
+    Those of gpt_oss are both cut inside, and transformers holds them transposed.
+    """
+    model = gpt_oss() if family == "gpt_oss" else replace(MODEL, num_experts=15, hidden_size=9)
+    return config(model, mesh=mesh, balance__kind="global_batch_lagged")
 
 
 def test_native_to_transformers_and_back_bitwise(tmp_path: Path) -> None:
@@ -86,15 +88,21 @@ def test_native_to_transformers_and_back_bitwise(tmp_path: Path) -> None:
     assert wrong(peer.backend, {}) == [f"extra.{name}" for name in peer.backend.extra_state()]
 
 
-def sharded(run: str) -> list[str]:
+def test_transposed_stacks_there_and_back_bitwise(tmp_path: Path) -> None:
+    """CKPT-2, HFN: entries that are strided views of transformers' stacks, biases among them."""
+    assert there_and_back(settings_of(MeshConfig(), "gpt_oss"), alone(), tmp_path) == []
+
+
+def sharded(run: str, family: str) -> list[str]:
     """The same on two shards."""
     mesh, rank = MeshConfig("dp2", dp=2), dist.get_rank()
-    return there_and_back(settings_of(mesh), join(mesh, rank, rank, torch.device("cpu")), Path(run))
+    return there_and_back(settings_of(mesh, family), join(mesh, rank, rank, torch.device("cpu")), Path(run))
 
 
 @pytest.mark.slow
-def test_the_same_on_shards(tmp_path: Path) -> None:
-    assert world.run(2, sharded, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss"])
+def test_the_same_on_shards(tmp_path: Path, family: str) -> None:
+    assert world.run(2, sharded, str(tmp_path), family) == [[], []]
 
 
 @pytest.mark.parametrize("backend", [BackendConfig(), PEER], ids=["native", "transformers"])

@@ -73,7 +73,7 @@ def step_of(path: Path, mesh: str) -> dict[str, Tensor]:
     batch = batch_of(config, runtime)
     n_tokens = runtime.sum_world(torch.tensor(batch.target_tokens))
     sums = backend.forward_backward(batch, n_tokens)
-    found = {"loss": runtime.sum_world(sums.loss.clone()), "norm": backend.grad_norm(sums.loss)}
+    found = {"loss": runtime.sum_world(sums.loss.clone()), "norm": backend.norm_and_loss(sums.loss)[0]}
     for name, parameter in backend.parameters.items():
         gradient: Any = parameter.grad
         found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else local(gradient)

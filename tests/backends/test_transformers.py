@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from src.config import MeshConfig
 from src.errors import UserError
 from src.trainer.backends.peer import Peer
 from src.trainer.backends.registry import backend_class
@@ -41,9 +42,15 @@ CHOICES = {
     "qwen3_moe, not renormalised, by step": Choice(
         attention="sdpa", model={"norm_topk_prob": False, "decoder_sparse_step": 2}
     ),
+    "gpt_oss": Choice(attention="auto"),
+    "gpt_oss, grouped_mm, without attention bias": Choice(
+        attention="auto",
+        experts="auto",
+        model={"hidden_size": 48, "expert_size": 24, "attention_bias": False},
+    ),
     "dense": Choice(attention="auto", experts="auto"),
 }
-FAST = ("eager", "sdpa", "grouped_mm", "qwen3_moe")
+FAST = ("eager", "sdpa", "grouped_mm", "qwen3_moe", "gpt_oss")
 """The others change what is mapped by name, and take a native trace each."""
 Traces = Callable[[str, str], Trace]
 
@@ -177,9 +184,18 @@ def test_dp_and_rep_equal_one_rank(cases: list[Case], name: str) -> None:
     assert all(distance <= 1 for _, _, distance in found)
 
 
-def mixed_step(precision: str) -> tuple[float, float, set[str]]:
+@pytest.mark.slow
+def test_eng_2_transposed_stacks_are_cut_inside() -> None:
+    """ENG-2, ENG-9: 10 experts on 4 shards, cut by their input's width, which is our second dimension."""
+    which = Case(MeshConfig("dp4", dp=4), "1f1b", "packed", "fp32", family="gpt_oss")
+    traces = {"packed": trace_of(case("packed", "gpt_oss"), CHOICES["gpt_oss"])}
+    ((_, what, distance),) = world.run(4, measure_meshes, [which], traces, CHOICES["gpt_oss"])[0]
+    assert distance <= 1, what
+
+
+def mixed_step(precision: str, family: str = "deepseek_v2") -> tuple[float, float, set[str]]:
     """Loss and norm of a step on one rank, and which dtypes were seen where."""
-    which = Case(SINGLE, "1f1b", "packed", precision)
+    which = Case(SINGLE, "1f1b", "packed", precision, family=family)
     config = Choice().config(which)
     runtime = start(config)
     backend: Any = backend_class("transformers").build(config, runtime)
@@ -191,7 +207,7 @@ def mixed_step(precision: str) -> tuple[float, float, set[str]]:
     batch = step_batch("packed", 0, 0, 1)
     sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens))
     seen |= {f"gradient {p.grad.dtype}" for p in backend.parameters.values()}
-    return float(sums.loss), float(backend.grad_norm()), seen
+    return float(sums.loss), float(backend.norm_and_loss(sums.loss)[0]), seen
 
 
 def witness(name: str, seen: set[str]) -> Any:
@@ -218,6 +234,15 @@ def test_masters_stay_in_fp32() -> None:
     }
     assert mixed_loss == pytest.approx(loss, rel=1e-4)
     assert mixed_norm == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_mod_4_routers_read_what_they_can_multiply(family: str) -> None:
+    """MOD-4: those of transformers do not cast their input; under `master` weight and input are fp32."""
+    loss, norm, _ = mixed_step("fp32", family)
+    mixed_loss, mixed_norm, _ = mixed_step("master", family)
+    assert mixed_loss == pytest.approx(loss, rel=1e-4)
+    assert mixed_norm == pytest.approx(norm, rel=4e-3)
 
 
 def test_a_missing_package_is_exit_3(monkeypatch: pytest.MonkeyPatch) -> None:

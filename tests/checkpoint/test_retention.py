@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from src.errors import UserError
 from src.trainer.checkpoint.retention import retain
 from tests.checkpoint.fake import config
 from tests.checkpoint.test_save import load_newest, save_step
@@ -61,6 +62,6 @@ def test_a_failed_second_save_leaves_the_first_ckpt_7(tmp_path: Path) -> None:
         if point == "whole":
             raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(UserError, match="gone"):
         save_step(tmp_path, 200, fail)
     assert load_newest(tmp_path) == 100

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from src.errors import UserError
 from src.trainer.checkpoint.directory import newest
 from src.trainer.checkpoint.find import find
 from src.trainer.checkpoint.load import load
@@ -120,9 +121,10 @@ def test_failure_at_any_point_ckpt_4(tmp_path: Path, point: str) -> None:
         if at == point:
             raise OSError("disk full")
 
-    with pytest.raises((OSError, RuntimeError), match="disk full"):
+    with pytest.raises(UserError, match="disk full"):
         save_step(tmp_path, 300, fail)
     assert load_newest(tmp_path) == 200
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000200"]
     save_step(tmp_path, 300)
     assert load_newest(tmp_path) == 300
 

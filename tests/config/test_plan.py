@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from src.compose import compose
-from src.config import Config
+from src.config import Config, MeshConfig, PipelineConfig
 from src.errors import UserError
 from src.launchers.memory import rank_memory
 from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.machine import Machine, find_machine
 from src.mesh_spec import parse
 from src.models.names import canonical, parameters
-from tests.models.odd import qwen3_moe
+from tests.models.odd import gpt_oss, qwen3_moe
 
 CPU = Machine("cpu", 1, 8 * 2**30, "a test")
 MESHES = ["single", "pp2", "ep2", "dp3", "pp2ep2", "dp2ep2", "pp4dp2ep8", "dp5ep4", "rep2dp2"]
@@ -50,6 +50,15 @@ def test_shared_key_heads_are_counted_once(base: Config) -> None:
     tokens, layers, in_flight = config.micro_batch_size * config.sequence_length, 2, 2
     more = in_flight * tokens * layers * 2 * 7 * config.model.head_dim * 4
     assert rank_memory(config, 0, "cpu").activations == few + more
+
+
+@pytest.mark.parametrize("spec", ["dp3", "ep2", "pp2ep5", "dp2ep5", "dp11"])
+def test_biases_of_experts_shard_by_their_first_dimension(base: Config, spec: str) -> None:
+    """ENG-2, PROJ-1: 10 experts; stacks are cut inside where their number does not divide, biases are not."""
+    config = on(base, spec)
+    config.model = gpt_oss(num_layers=4, num_experts=10)
+    held = sum(rank_memory(config, rank, "cpu").parameters for rank in range(config.mesh.world))
+    assert held == sum(prod(entry.shape) for entry in canonical(config.model).values())
 
 
 def test_shards_follow_the_rule_for_uneven_stacks(base: Config) -> None:
@@ -103,6 +112,42 @@ def test_pipeline_ranks_keep_what_their_schedule_needs(base: Config) -> None:
     assert [size // kept[3] for size in kept] == [4, 3, 2, 1]
     config.pipeline.schedule = "gpipe"
     assert {rank_memory(config, rank, "cpu").activations // kept[3] for rank in range(4)} == {8}
+
+
+IN_STAGES = [("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2), ("dualpipev", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), IN_STAGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_several_stages_a_rank(base: Config, schedule: str, per_rank: int, tied: bool) -> None:
+    """ENG-14, PROJ-1: the parameters of all stages, the ends of a V on the first rank, and what it keeps."""
+    config = on(base, "pp2ep2")
+    config.model.tie_embeddings = tied
+    config.pipeline = PipelineConfig(schedule, per_rank)
+    memory = [rank_memory(config, rank, "cpu") for rank in range(4)]
+    assert sum(m.parameters for m in memory) == sum(prod(e.shape) for e in canonical(config.model).values())
+    layers = {rank: make_plan(config, [], CPU).ranks[rank].layers for rank in (0, 2)}
+    assert sorted(layers[0] + layers[2]) == list(range(7))
+    assert (6 in layers[0]) == (schedule in ("zbv", "dualpipev"))
+    config.model.vocab_size = 0
+    live = {"interleaved_1f1b": 2 * (per_rank - 1) + 3, "zbv": 4, "dualpipev": 5}[schedule]
+    longest = 2 if per_rank == 2 else 1
+    one = replace(config, mesh=MeshConfig(), model=replace(config.model, num_layers=longest))
+    expected = live * rank_memory(one, 0, "cpu").activations
+    assert rank_memory(config, 0, "cpu").activations == expected
+
+
+def test_the_plan_names_every_run_of_layers(base: Config) -> None:
+    """CFG-17: stages of a rank that do not touch are told apart; a notice where zbv must idle (ENG-1)."""
+    config = on(base, "pp2")
+    config.pipeline = PipelineConfig("zbv", 2)
+    plan = make_plan(config, [], CPU)
+    assert "layers 0-1, 6;" in plan.text()
+    assert "layers 2-5;" in plan.text()
+    assert plan.notices == []
+    few = make_plan(replace(config, global_batch_size=4), [], CPU)
+    assert "there are 2" in few.notices[0]
+    assert "global_batch_size=6 would do" in few.text()
 
 
 def test_the_plan_of_lite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,13 @@ from src.script import script_values
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (CHECKOUT / "scripts").glob("*.py"))
-WITH_CONFIG = {"prepare_data.py": ["build"], "bench_sweep.py": []}
+WITH_CONFIG = {
+    "prepare_data.py": ["build"],
+    "bench_program.py": [],
+    "bench_sweep.py": [],
+    "evaluate.py": [],
+    "show_schedule.py": [],
+}
 """Scripts that take overrides, with the words before them."""
 
 

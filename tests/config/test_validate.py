@@ -72,12 +72,38 @@ QWEN: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
+GPT_OSS: list[tuple[dict[str, object], str, str]] = [
+    # as above, for the tiny gpt-oss
+    ({"model.num_kv_heads": 4}, "model.num_kv_heads", "ATT-4"),
+    ({"model.head_dim": 15}, "model.head_dim", "ATT-2"),
+    ({"model.top_k": 9}, "model.top_k", "ROUTE-4"),
+    ({"model.top_k": 0}, "model.top_k", "ROUTE-4"),
+    ({"model.sliding_window": 0}, "model.sliding_window", "ATT-6"),
+    ({"model.swiglu_limit": 0.0}, "model.swiglu_limit", "FFN-1"),
+    ({"model.intermediate_size": 176}, "model.intermediate_size", "TRAP-6"),
+    ({"mesh.ep": 3, "global_batch_size": 18}, "mesh.ep", "experts"),
+]
+
+
 DENSE: list[tuple[dict[str, object], str, str]] = [
     ({"model.num_kv_heads": 3}, "model.num_kv_heads", "ATT-4"),
     ({"model.head_dim": 15}, "model.head_dim", "ATT-2"),
     ({"model.intermediate_size": 0}, "model.intermediate_size", "DENSE-1"),
     ({"mesh.ep": 2}, "mesh.ep", "experts"),
 ]
+
+
+@pytest.fixture(scope="module")
+def gpt_oss() -> Config:
+    """The tiny gpt-oss as a command composes it."""
+    return compose(["model=gpt_oss"]).config
+
+
+@pytest.mark.parametrize(("changes", "key", "rule"), GPT_OSS, ids=[str(row[0]) for row in GPT_OSS])
+def test_bad_sizes_of_gpt_oss(gpt_oss: Config, changes: dict[str, object], key: str, rule: str) -> None:
+    """CFG-2: one problem each; a window longer than the sample is none."""
+    assert validate(changed(gpt_oss, {"model.sliding_window": 4096})) == []
+    assert [(key, rule)] == [(problem.key, problem.rule) for problem in validate(changed(gpt_oss, changes))]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from src.config import (
     RecomputeConfig,
 )
 from src.models.schema import ModelConfig
+from src.trainer.parallel.rules import STAGES_PER_RANK
 from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
@@ -22,6 +23,7 @@ Key = tuple[str, str, str]
 MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
+    "gpt_oss": odd.gpt_oss(num_layers=4, num_experts=10),
     "dense": odd.dense(num_layers=4),
 }
 
@@ -73,6 +75,8 @@ MESHES = {
 }
 """Ranks → the meshes of that size."""
 SCHEDULES = ("gpipe", "1f1b")
+STAGED = ("interleaved_1f1b", "zbv", "dualpipev")
+"""With two stages a rank."""
 BATCHES = ("dense", "packed")
 PRECISIONS = ("fp64", "fp32")
 
@@ -91,27 +95,45 @@ EXTRA = {
             for schedule in SCHEDULES
             for block in (24, 12, 8)
         ),
+        *(Case(PP2, schedule, "packed", "fp64") for schedule in STAGED),
     ],
     4: [
+        Case(MeshConfig("pp2ep2", pp=2, ep=2), "dualpipev", "packed", "fp64"),
+        Case(MeshConfig("pp2dp2", pp=2, dp=2), "zbv", "packed", "fp64"),
+        *(
+            Case(mesh, schedule, batch, "fp32")
+            for mesh in MESHES[4]
+            if mesh.pp > 1
+            for schedule in STAGED
+            for batch in BATCHES
+        ),
         *(Case(MeshConfig("pp4", pp=4), schedule, "packed", "fp64") for schedule in SCHEDULES),
         Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "packed", "fp64"),
         Case(MeshConfig("rep2ep2", rep=2, ep=2), "1f1b", "dense", "fp32"),
         Case(MeshConfig("rep2dp2", rep=2, dp=2), "1f1b", "packed", "fp32"),
     ],
 }
-"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages, and
-replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and experts' 1/2 (ENG-3)."""
+"""Cases beside the matrix: reduction after each micro-batch (ENG-16), 1 to 3 micro-batches, four stages on
+two and on four ranks, and replicas of shards, where FSDP2's own factors would make dense gradients 1/4 and
+experts' 1/2 (ENG-3)."""
 
 
+OTHERS = ("qwen3_moe", "gpt_oss")
 FAMILIES = {
-    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in ("qwen3_moe", "dense")],
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in (*OTHERS, "dense")],
     2: [
-        *(Case(mesh, "1f1b", "packed", "fp64", family="qwen3_moe") for mesh in (DP2, EP2)),
+        *(Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)),
         *(Case(mesh, "1f1b", "packed", "fp64", family="dense") for mesh in (DP2, REP2, PP2)),
     ],
-    4: [Case(MESHES[4][0], "1f1b", batch, "fp64", family="qwen3_moe") for batch in BATCHES],
+    4: [
+        *(Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES),
+        Case(MeshConfig("dp4", dp=4), "1f1b", "packed", "fp64", family="gpt_oss"),
+    ],
 }
-"""The other families on a few: what they add is in their layers, which know nothing of ranks."""
+"""The other families on a few: what they add is in their layers, which know nothing of ranks.
+
+On dp4 stacks of 10 experts are cut inside, and their biases between experts (ENG-2).
+"""
 
 
 CP2 = MeshConfig("cp2", cp=2)
@@ -121,19 +143,19 @@ CUT_BY_TWO = (
     MeshConfig("dp2cp2", dp=2, cp=2),
     MeshConfig("rep2cp2", rep=2, cp=2),
 )
-CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"))
+CUT = (("deepseek_v2", "packed12"), ("qwen3_moe", "dense12"), ("gpt_oss", "packed12"))
 """Families with batches that two context-parallel ranks can cut."""
 CONTEXT = {
     2: [Case(CP2, "1f1b", batch, "fp64", family=family) for family, batch in CUT],
     4: [
         Case(mesh, "1f1b", batch, "fp64", family=family)
-        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT, strict=True)
+        for mesh, (family, batch) in zip(CUT_BY_TWO[:2], CUT[:2], strict=True)
     ],
 }
 """Samples whose positions lie on two ranks."""
 MORE_CONTEXT = {
     2: [
-        *(Case(CP2, "1f1b", batch, "fp32") for _, batch in CUT),
+        *(Case(CP2, "1f1b", batch, "fp32") for batch in ("packed12", "dense12")),
         Case(CP2, "1f1b", "packed12", "fp64", family="qwen3_moe"),
         Case(CP2, "1f1b", "dense12", "fp64"),
         Case(CP2, "1f1b", "packed12", "fp64", family="dense"),
@@ -159,7 +181,7 @@ def make_config(case: Case) -> Config:
     return Config(
         model=case.model or MODELS[case.family],
         mesh=case.mesh,
-        pipeline=PipelineConfig(schedule=case.schedule, reduce=case.reduce),
+        pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),

@@ -65,7 +65,7 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
         if torch.equal(runtime.sum_world(sums.counts.clone()), trace.counts[step])
         else math.inf,
     }
-    norm = backend.grad_norm(sums.loss)
+    norm = backend.norm_and_loss(sums.loss)[0]
     report[f"norm {step}"] = apart(float(norm), trace.norms[step], limit)
     if step == 0:
         gradients = {name: p.grad for name, p in backend.parameters.items() if p.grad is not None}

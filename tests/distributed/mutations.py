@@ -8,15 +8,18 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from src.kernels import route
+from src.kernels.route import Routed
+from src.models import gpt_oss
 from src.models.decoder_layer import DecoderLayer, MoE, Router
 from src.models.layers import Experts
 from src.models.protocol import Carry, Routing
 from src.trainer.backends.native import NativeBackend
 from src.trainer.parallel import data, init
-from src.trainer.parallel.balance import Unit
+from src.trainer.parallel.balance import LayerBalance, Unit
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime
 from tests.distributed import laws, ring_faults
@@ -88,28 +91,51 @@ def lb_scale() -> Any:
     )
 
 
+def second_softmax() -> Any:
+    """Auxiliary terms of a softmax of the scores."""
+
+    def again(original: Any, hook: Any, logits: Tensor, scores: Tensor, *arguments: Any) -> Tensor:
+        weights: Tensor = original(hook, logits, scores.softmax(-1), *arguments)
+        return weights
+
+    return wrapped(LayerBalance, "apply", again)
+
+
+def masked_scores() -> Any:
+    """Auxiliary terms of the scores that the group limit leaves."""
+
+    def masked(original: Any, router: Router, *arguments: Any) -> Routed:
+        routed: Routed = original(router, *arguments)
+        by_group = routed.scores_TE.unflatten(1, (router.rule.groups, -1))
+        kept = by_group.amax(-1).topk(router.rule.groups_kept).indices
+        keep = torch.zeros_like(by_group[..., 0]).scatter(1, kept, 1.0)
+        return routed._replace(scores_TE=(by_group * keep[..., None]).flatten(1))
+
+    return wrapped(Router, "route", masked)
+
+
 def norm_rep() -> Any:
     """The norm counts replicas twice."""
 
-    def twice(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+    def twice(original: Any, backend: NativeBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
         first = replace(backend._runtime.place, rep=0)
         with mock.patch.object(backend, "_runtime", replace(backend._runtime, place=first)):
-            norm: Tensor = original(backend, *arguments)
-        return norm
+            found: tuple[Tensor, Tensor] = original(backend, *arguments)
+        return found
 
-    return wrapped(NativeBackend, "grad_norm", twice)
+    return wrapped(NativeBackend, "norm_and_loss", twice)
 
 
 def norm_pp() -> Any:
     """A norm for each stage."""
 
-    def within(original: Any, backend: NativeBackend, *arguments: Any) -> Tensor:
+    def within(original: Any, backend: NativeBackend, *arguments: Any) -> tuple[Tensor, Tensor]:
         reduce = backend._runtime.reduce
         with mock.patch.object(Runtime, "sum_world", lambda runtime, t: reduce(t, ("rep", "dp", "cp", "ep"))):
-            norm: Tensor = original(backend, *arguments)
-        return norm
+            found: tuple[Tensor, Tensor] = original(backend, *arguments)
+        return found
 
-    return wrapped(NativeBackend, "grad_norm", within)
+    return wrapped(NativeBackend, "norm_and_loss", within)
 
 
 def cloned_experts() -> Any:
@@ -141,6 +167,21 @@ def renorm_grad() -> Any:
     return mock.patch.object(route, "_shares", lambda w_TK: w_TK / w_TK.sum(-1, keepdim=True).detach())
 
 
+def sink_grad() -> Any:
+    """No gradient into the sinks."""
+    return wrapped(gpt_oss, "attend", lambda original, *most: original(*most[:-1], most[-1].detach()))
+
+
+def window(by: int) -> Any:
+    """Windows that are longer than the config says."""
+
+    def moved(original: Any, config: Any, index: int) -> int | None:
+        found: int | None = original(config, index)
+        return None if found is None else found + by
+
+    return lambda: wrapped(gpt_oss, "window_of", moved)
+
+
 def on(spec: str, batch: str = "packed", precision: str = "fp64", family: str = "deepseek_v2") -> Case:
     """A case on two ranks."""
     mesh = next(m for m in (*MESHES[2], CP2) if m.spec == spec)
@@ -152,11 +193,16 @@ MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
     "residual_grad": (residual_grad, on("pp2"), "gradient"),
     "residual_grad, dense": (residual_grad, on("pp2", family="dense"), "gradient"),
     "renorm_grad": (renorm_grad, on("ep2", family="qwen3_moe"), "gradient"),
+    "sink_grad": (sink_grad, on("ep2", family="gpt_oss"), "gradient"),
+    "window one more": (window(1), on("dp2", family="gpt_oss"), "loss"),
+    "window one less": (window(-1), on("dp2", family="gpt_oss"), "loss"),
     "shared_grad": (shared_grad, on("dp2"), "gradient"),
     "expert_scale": (expert_scale, on("ep2", precision="fp32"), "gradient"),
     "fsdp_default": (fsdp_default, on("dp2"), "gradient"),
     "local_count": (local_count, on("ep2", "dense"), "loss"),
     "lb_scale": (lb_scale, on("dp2", precision="fp32"), "gradient"),
+    "second_softmax": (second_softmax, on("ep2", "dense"), "gradient"),
+    "masked_scores": (masked_scores, on("pp2", "dense"), "gradient"),
     "norm_rep": (norm_rep, on("rep2"), "norm"),
     "norm_pp": (norm_pp, on("pp2"), "norm"),
     "cloned_experts": (cloned_experts, on("ep2"), "initial"),

@@ -267,7 +267,7 @@ def views_of(model: Any, entries: dict[str, Entry]) -> dict[str, Tensor]:
 def sharpen(views: Mapping[str, Tensor]) -> None:
     """Spread the router's scores, exactly the same in any dtype and on any shard."""
     for name, view in views.items():
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             view.mul_(SHARPER)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from src.config import BalanceConfig
 from src.trainer.data.batch import MicroBatch
-from src.trainer.parallel.balance import AUXILIARY, Balancer
+from src.trainer.parallel.balance import AUXILIARY, Balancer, LayerBalance
 from tests.distributed.batches import LENGTH, micro_batch, samples
 
 EXPERTS, TOP_K, LAYER = 7, 3, 5
@@ -18,7 +18,7 @@ EXPERTS, TOP_K, LAYER = 7, 3, 5
 
 def router(batch: MicroBatch, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits, scores, ids, weights of a router whose input depends on a token's id and position alone."""
-    place = torch.arange(LENGTH).expand_as(batch.ids_BS)
+    place = torch.arange(batch.ids_BS.shape[1]).expand_as(batch.ids_BS)
     features = torch.stack([(batch.ids_BS * k + place).double().sin() for k in range(1, 5)], -1).flatten(0, 1)
     logits_TE = features @ weight
     scores_TE = logits_TE.softmax(-1)
@@ -67,10 +67,26 @@ def test_accumulation_does_not_matter(kind: str) -> None:
         assert torch.equal(balancer.tally.counts_ME, runs[0][0].tally.counts_ME)
 
 
+def half_without_labels(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The same tokens, of every other label in turn none."""
+    found = []
+    for m in batches:
+        labels_BS = m.labels_BS.clone()
+        labels_BS[:, ::2] = -100
+        labels_BS[0] = -100
+        found.append(replace(m, labels_BS=labels_BS, target_tokens=int((labels_BS != -100).sum())))
+    return found
+
+
 @pytest.mark.parametrize("kind", AUXILIARY)
-def test_values_and_gradients(kind: str) -> None:
-    """ENG-24: the term and its gradient are those of the formula written out token by token."""
+@pytest.mark.parametrize("labels", ["all", "half"])
+def test_values_and_gradients(kind: str, labels: str) -> None:
+    """ENG-24: the term and its gradient are those of the formula written out token by token.
+
+    Also with half the labels −100: tokens without one count in f and P, labels only weigh the units.
+    """
     batches, coef, beta = packed(4), 0.3, 0.7
+    batches = half_without_labels(batches) if labels == "half" else batches
     n_tokens = sum(m.target_tokens for m in batches)
     balancer, gradient = run(BalanceConfig(kind=kind, coef=coef, z_loss=beta), batches, n_tokens)
     weight = torch.randn(
@@ -117,6 +133,50 @@ def test_pads_change_nothing(kind: str) -> None:
         batch, real_BS=torch.zeros_like(batch.real_BS), labels_BS=torch.full_like(batch.labels_BS, -100)
     )
     assert float(run(config, [nothing], 90)[0].tally.aux) == 0
+
+
+@pytest.mark.parametrize("kind", AUXILIARY)
+def test_appended_pads_change_nothing(kind: str) -> None:
+    """ENG-24: twice the length, half of it pads: the same values, counts and router gradient."""
+    config = BalanceConfig(kind=kind, coef=0.3, z_loss=0.1)
+    plain = micro_batch(samples("dense", 2)[:5])
+    ids_BS = torch.cat([plain.ids_BS, torch.full_like(plain.ids_BS, 55)], 1)
+    labels_BS = torch.cat([plain.labels_BS, torch.full_like(plain.labels_BS, -100)], 1)
+    real_BS = torch.arange(2 * LENGTH).expand_as(ids_BS) < LENGTH
+    padded = replace(plain, ids_BS=ids_BS, labels_BS=labels_BS, real_BS=real_BS)
+    (one, gradient), (two, padded_gradient) = (run(config, [m], 60) for m in (plain, padded))
+    assert torch.equal(one.tally.counts_ME, two.tally.counts_ME)
+    torch.testing.assert_close(two.tally.aux, one.tally.aux, rtol=1e-12, atol=0)
+    torch.testing.assert_close(two.tally.z, one.tally.z, rtol=1e-12, atol=0)
+    torch.testing.assert_close(padded_gradient, gradient, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", AUXILIARY)
+def test_the_term_survives_compilation(kind: str) -> None:
+    """ENG-24: one graph around router and hook feeds gradient 1 to the term and adds to the tally.
+
+    The tally is fp32, as on a GPU: on a CPU torch 2.13 drops what a graph writes to a scalar in fp64.
+    """
+    batch, found = packed(1)[0], []
+    for compiled in (False, True):
+        config = BalanceConfig(kind=kind, coef=0.3, z_loss=0.1)
+        balancer = Balancer(config, [LAYER], EXPERTS, torch.device("cpu"), torch.float32)
+        hook = balancer.bind(batch, torch.tensor(90)).at(LAYER)
+
+        def routed(weight: Tensor, hook: LayerBalance) -> Tensor:
+            weights_TK: Tensor = hook.apply(*router(batch, weight))
+            return weights_TK.square().sum()
+
+        call = torch.compile(routed, fullgraph=True, backend="aot_eager") if compiled else routed
+        weight = torch.linspace(-1, 1, 4 * EXPERTS, dtype=torch.float64).view(4, -1).requires_grad_()
+        call(weight, hook).backward()
+        assert weight.grad is not None
+        found.append([weight.grad, balancer.tally.aux, balancer.tally.z, balancer.tally.counts_ME])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-12)
+    assert bool(found[1][1])
+    assert bool(found[1][3].any())
 
 
 def test_even_routing_is_one_and_collapse_is_e_over_k() -> None:

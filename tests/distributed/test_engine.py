@@ -137,11 +137,11 @@ def bad_values() -> dict[str, list[bool]]:
         batch = step_batch("dense", 0, runtime.data_coordinate, mesh.data_ranks)
         sums = backend.forward_backward(batch, torch.tensor(288))
         infinite = torch.tensor(math.inf if runtime.rank == 1 else 0.0)
-        norms = [backend.grad_norm(sums.loss), backend.grad_norm(infinite)]
+        norms = [backend.norm_and_loss(sums.loss)[0], backend.norm_and_loss(infinite)[0]]
         last = list(backend.parameters.values())[-1]
         if runtime.rank == 1:
             local(last.grad).view(-1)[-1] = math.nan
-        norms.append(backend.grad_norm(sums.loss))
+        norms.append(backend.norm_and_loss(sums.loss)[0])
         found[mesh.spec] = [bool(torch.isfinite(norm)) for norm in norms]
     return found
 
@@ -202,7 +202,7 @@ def mixed_step(precision: str) -> tuple[float, float, set[str]]:
     seen |= {f"gradient {local(p.grad).dtype}" for p in backend.parameters.values()}
     stacks = [local(p.grad) for name, p in backend.parameters.items() if backend.specs[name].expert]
     seen |= {f"sums in bf16 {torch.equal(g, g.bfloat16().float())}" for g in stacks}
-    found = float(sums.loss), float(backend.grad_norm(sums.loss)), seen
+    found = float(sums.loss), float(backend.norm_and_loss(sums.loss)[0]), seen
     runtime.close()
     return found
 

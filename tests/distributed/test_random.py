@@ -37,10 +37,10 @@ def models(draw: st.DrawFn, ep: int) -> MoeConfig:
     family = draw(st.sampled_from(sorted(MODELS)))
     usual = MODELS[family]
     experts = ep * draw(st.integers(2, 5))
-    changes = {"num_layers": draw(st.integers(2, 6)), "top_k": draw(st.integers(1, min(4, experts)))}
+    changes = {"num_layers": draw(st.integers(2, 6)), "top_k": draw(st.integers(1, min(4, experts - 1)))}
     changes |= {"num_experts": experts}
     if family == "deepseek_v2":
-        changes |= {"num_groups": 1, "groups_kept": 1}
+        changes |= {"routing": "greedy"}
     return replace(usual, **changes)
 
 

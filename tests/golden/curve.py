@@ -53,7 +53,7 @@ def one_step(backend: NativeBackend, batch: str, step: int) -> tuple[float, floa
     count = torch.tensor(mine.target_tokens if runtime.counts_samples else 0)
     sums = backend.forward_backward(mine, runtime.sum_world(count))
     loss, aux = runtime.sum_world(torch.stack([sums.loss, sums.aux])).tolist()
-    norm = backend.grad_norm(sums.loss)
+    norm = backend.norm_and_loss(sums.loss)[0]
     backend.scale_gradients((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
     for parameter in backend.parameters.values():
         local(parameter).sub_(LEARNING_RATE * local(parameter.grad))

@@ -33,6 +33,21 @@ def test_ffn_1_the_gate_is_the_first_half() -> None:
     assert not torch.allclose(swiglu(torch.cat((up, gate), -1)), want)
 
 
+def test_ffn_1_gate_and_up_within_bounds() -> None:
+    """(u+1)·g·σ(αg) with g ≤ L and |u| ≤ L, and its derivatives in closed form, each 0 beyond its bound."""
+    limit, alpha = 0.8, 1.702
+    gate, up = torch.randn(2, 50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = torch.cat((gate, up), -1).requires_grad_()
+    out = swiglu(whole, limit=limit, alpha=alpha)
+    (grad,) = torch.autograd.grad(out.sum(), whole)
+    g, u = gate.clip(max=limit), up.clip(-limit, limit)
+    s = 1 / (1 + torch.exp(-alpha * g))
+    assert torch.allclose(out, (u + 1) * g * s, rtol=1e-14)
+    into_gate = (u + 1) * s * (1 + alpha * g * (1 - s)) * (gate <= limit)
+    assert torch.allclose(grad, torch.cat((into_gate, g * s * (up.abs() <= limit)), -1), rtol=1e-13)
+    assert all(bool(mask.any()) for mask in (gate > limit, up > limit, up < -limit, gate < -limit))
+
+
 @pytest.mark.parametrize("function", [rope, real_rope])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_att_2_rope_rotates_neighbours_or_halves(function: Any, interleaved: bool) -> None:

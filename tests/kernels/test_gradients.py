@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.autograd import gradcheck
 from src.kernels import (
     attention,
     combine,
+    expert_bias,
     grouped_mm,
     linear_cross_entropy,
     permute,
@@ -31,6 +33,13 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
+def sinks_case(documents_BS: Tensor | None, window: int | None) -> Case:
+    def call(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+        return attention.attention(q, k, v, 0.3, documents_BS, window, a)[0]
+
+    return call, (leaf(2, 5, 3, 4), leaf(2, 5, 1, 4), leaf(2, 5, 1, 2), leaf(3))
+
+
 def attention_case(documents_BS: Tensor | None, groups: int = 3) -> Case:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention(q, k, v, 0.3, documents_BS)[0]
@@ -43,10 +52,18 @@ def grouped_case() -> Case:
     return (lambda x, w: grouped_mm.grouped_mm(x, w, offs)), (leaf(7, 3), leaf(3, 5, 3))
 
 
-def route_case(groups: int = 1, groups_kept: int = 1, renormalise: bool = False) -> Case:
+def expert_bias_case() -> Case:
+    offs = torch.tensor([2, 2, 6], dtype=torch.int32)
+    return (lambda x, b: expert_bias.expert_bias(x, b, offs)), (leaf(7, 5), leaf(3, 5))
+
+
+def route_case(
+    groups: int = 1, groups_kept: int = 1, renormalise: bool = False, scoring: str = "softmax"
+) -> Case:
     # Far from ties, where a finite difference would change the choice (ROUTE-6).
     logits = (torch.arange(45, dtype=torch.float64).reshape(3, 15) * 7 % 15 / 5).requires_grad_()
     rule: dict[str, Any] = {"groups": groups, "groups_kept": groups_kept, "renormalise": renormalise}
+    rule["scoring"] = scoring
     return (lambda x: route.route(x, 3, scale=2.5, ids_TK=None, **rule).weights_TK), (logits,)
 
 
@@ -79,7 +96,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention": lambda: attention_case(None),
     "attention packed": lambda: attention_case(torch.tensor([[0, 0, 1, 2, 2], [3, 3, 3, 3, 4]])),
     "attention of shared heads": lambda: attention_case(None, groups=1),
+    "attention with sinks": lambda: sinks_case(None, None),
+    "attention with sinks, packed, in a window": lambda: sinks_case(
+        torch.tensor([[0, 0, 0, 0, 2], [3, 3, 3, 3, 4]]), 2
+    ),
     "combine": lambda: (combine.combine, (leaf(5, 3, 4), leaf(5, 3), leaf(5, 4))),
+    "expert_bias": expert_bias_case,
     "grouped_mm": grouped_case,
     "linear_cross_entropy": loss_case,
     "permute": permute_case,
@@ -89,8 +111,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "route": route_case,
     "route in groups": lambda: route_case(groups=5, groups_kept=2),
     "route renormalised": lambda: route_case(renormalise=True),
+    "route by the chosen": lambda: route_case(scoring="softmax_of_chosen"),
     "router_linear": lambda: (router_linear.router_linear, (leaf(4, 5), leaf(3, 5))),
     "swiglu": lambda: (swiglu.swiglu, (leaf(5, 6),)),
+    "swiglu within bounds": lambda: (partial(swiglu.swiglu, limit=0.7, alpha=1.702), (leaf(5, 6),)),
 }
 
 

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from src.models.schema import DeepseekV2Config, DenseConfig, ModelConfig, Qwen3MoeConfig, YarnConfig
+from src.models.schema import (
+    DeepseekV2Config,
+    DenseConfig,
+    GptOssConfig,
+    ModelConfig,
+    Qwen3MoeConfig,
+    YarnConfig,
+)
 
 
 def deepseek_v2(**changes: Any) -> DeepseekV2Config:
@@ -64,6 +71,30 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
     return replace(config, **changes)
 
 
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    """The odd gpt-oss, with fields replaced by `changes`; its activations reach the bound of the SwiGLU."""
+    config = GptOssConfig(
+        family="gpt_oss",
+        name="odd",
+        vocab_size=101,
+        hidden_size=36,
+        num_layers=3,
+        context=256,
+        rms_norm_eps=1e-3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        sliding_window=5,
+        rope_theta=150.0,
+        yarn=YarnConfig(factor=4.0, original_length=64, truncate=False),
+        num_experts=5,
+        top_k=2,
+        expert_size=22,
+        swiglu_limit=0.5,
+    )
+    return replace(config, **changes)
+
+
 def dense(**changes: Any) -> DenseConfig:
     """The odd dense model, with fields replaced by `changes`; transformers wants D in whole heads."""
     config = DenseConfig(
@@ -86,6 +117,7 @@ def dense(**changes: Any) -> DenseConfig:
 MEMBERS: dict[str, Callable[..., ModelConfig]] = {
     "deepseek_v2": deepseek_v2,
     "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
     "dense": dense,
 }
 MIXTURES = [family for family, member in MEMBERS.items() if member().num_experts]

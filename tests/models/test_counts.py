@@ -12,8 +12,8 @@ import torch
 from src.compose import compose
 from src.models.build import build, whole
 from src.models.counts import count, flops_per_token, moe_layers
-from src.models.names import parameters
-from src.models.schema import DeepseekV2Config, ModelConfig, Qwen3MoeConfig
+from src.models.names import parameters, window_of
+from src.models.schema import DeepseekV2Config, GptOssConfig, ModelConfig, Qwen3MoeConfig
 from tests.models import odd
 from tests.models.tools import operations
 
@@ -39,6 +39,16 @@ TABLE = {
         {2048: (138.87, 148.33), 4096: (148.33, 167.26), 8192: (167.26, 205.10)},
         (None, 2_415_919_104, 71_835_904, 622_329_856),
     ),
+    "gpt_oss/20b": (
+        (20_914_757_184, 4_187_440_704, 3_607_142_400),
+        {2048: (22.32, 22.93), 4096: (22.93, 24.13), 8192: (24.13, 26.55)},
+        (None, 796_538_880, 26_648_096, 579_133_440),
+    ),
+    "gpt_oss/120b": (
+        (116_829_156_672, 5_711_982_912, 5_131_100_160),
+        {2048: (31.81, 32.71), 4096: (32.71, 34.52), 8192: (34.52, 38.15)},
+        (None, 3_186_155_520, 26_924_672, 579_133_440),
+    ),
     "dense/llama3_8b": (
         (8_030_261_248, 8_030_261_248, 7_504_658_432),
         {2048: (46.64, 48.25), 4096: (48.25, 51.47), 8192: (51.47, 57.91)},
@@ -48,6 +58,7 @@ TABLE = {
 TINY = {
     "deepseek_v2": (942_296, [1, 2, 3, 4, 5, 6]),
     "qwen3_moe": (1_033_536, [0, 1, 2, 4, 5, 6, 7]),
+    "gpt_oss": (553_684, [0, 1, 2, 3, 4, 5]),
     "dense": (314_176, []),
 }
 """Parameters without the two tables, and the layers with experts."""
@@ -105,6 +116,9 @@ def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: Pre
         ("qwen3_moe", {"num_kv_heads": 3}),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}),
         ("qwen3_moe", {"decoder_sparse_step": 3}),
+        ("gpt_oss", {"tie_embeddings": True}),
+        ("gpt_oss", {"attention_bias": False}),
+        ("gpt_oss", {"num_kv_heads": 3}),
         ("dense", {"tie_embeddings": True}),
         ("dense", {"attention_bias": True}),
         ("dense", {"num_kv_heads": 3}),
@@ -136,6 +150,31 @@ def test_mod_1_qwen_releases_write_out_what_counts_cannot_see(presets: Presets) 
         assert (config.norm_topk_prob, config.mlp_only_layers, config.decoder_sparse_step) == (True, [], 1)
         assert (config.num_heads, config.num_kv_heads, config.head_dim, config.top_k) == (heads, 4, 128, 8)
         assert (config.tie_embeddings, config.attention_bias) == (False, False)
+
+
+def test_mod_1_gpt_oss_releases_write_out_what_counts_cannot_see(presets: Presets) -> None:
+    """MOD-1, ATT-6: both sizes differ in layers and experts only; windows lie on the even layers."""
+    for name, layers, experts in (("gpt_oss/20b", 24, 32), ("gpt_oss/120b", 36, 128)):
+        config = presets[name]
+        assert isinstance(config, GptOssConfig)
+        yarn = config.yarn
+        assert (config.num_layers, config.num_experts, config.top_k) == (layers, experts, 4)
+        assert (config.num_heads, config.num_kv_heads, config.head_dim) == (64, 8, 64)
+        assert (config.rope_theta, config.rms_norm_eps, config.context) == (150_000, 1e-5, 131_072)
+        assert (yarn.factor, yarn.original_length, yarn.truncate) == (32, 4096, False)
+        assert (yarn.beta_fast, yarn.beta_slow, yarn.mscale, yarn.mscale_all_dim) == (32, 1, 0, 0)
+        assert (config.swiglu_limit, config.swiglu_alpha, config.attention_bias) == (7.0, 1.702, True)
+        assert [window_of(config, index) for index in range(4)] == [128, None, 128, None]
+        assert not config.tie_embeddings
+
+
+def test_flops_of_a_window_are_those_of_the_keys_it_shows() -> None:
+    """MOD-2: min(k, W) in window layers; here k = S/2 = 6 is more than W = 5, and at S = 8 it is less."""
+    config = odd.gpt_oss()
+    per_key, matmul = 6 * 6 * 20, 6 * count(config).matmul
+    assert flops_per_token(config, 12) == matmul + per_key * (5 + 6 + 5)
+    assert flops_per_token(config, 12, causal=False) == matmul + per_key * (5 + 12 + 5)
+    assert flops_per_token(config, 8) == matmul + per_key * (4 + 4 + 4)
 
 
 def test_mod_1_releases_write_out_what_counts_cannot_see(presets: Presets) -> None:

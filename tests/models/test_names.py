@@ -34,6 +34,22 @@ def test_ckpt_1_names_of_the_odd_qwen() -> None:
     assert len([name for name in entries if ".mlp.experts." in name]) == 2 * 7 * 3
 
 
+def test_ckpt_1_names_of_the_odd_gpt_oss() -> None:
+    """HFN: one bias per expert and projection, and the release's name of the router."""
+    entries = canonical(odd.gpt_oss())
+    prefix = "model.layers.2.mlp.experts.4"
+    assert entries[f"{prefix}.up_proj.weight"].shape == (22, 36)
+    assert entries[f"{prefix}.down_proj.weight"].shape == (36, 22)
+    assert entries[f"{prefix}.gate_proj.bias"].shape == entries[f"{prefix}.up_proj.bias"].shape == (22,)
+    assert entries[f"{prefix}.down_proj.bias"].shape == (36,)
+    assert entries["model.layers.0.mlp.router.weight"].shape == (5, 36)
+    assert entries["model.layers.0.mlp.router.bias"].shape == (5,)
+    assert entries["model.layers.1.self_attn.sinks"].shape == (6,)
+    assert entries["model.layers.1.self_attn.o_proj.bias"].shape == (36,)
+    assert not [name for name in entries if ".gate." in name]
+    assert len([name for name in entries if ".mlp.experts." in name]) == 3 * 5 * 6
+
+
 def test_ckpt_1_names_of_the_odd_dense_model() -> None:
     """DENSE-1: Llama's names; every entry is a whole parameter, and there is no router."""
     entries = canonical(odd.dense())
@@ -85,18 +101,23 @@ def test_trap_5_a_stage_keeps_global_numbers_and_its_share_of_experts() -> None:
 
 @pytest.mark.parametrize("family", odd.MEMBERS)
 def test_every_parameter_declares_how_it_starts(family: str) -> None:
-    """MOD-5, ENG-2: matrices N(0, 0.02), gains 1, biases 0; the class of experts is declared, not derived."""
+    """MOD-5, ENG-2: matrices N(0, 0.02), gains 1, biases 0; the class of experts is declared, not derived.
+
+    Sinks and the router's bias are drawn like matrices, and not decayed.
+    """
     config = odd.MEMBERS[family](attention_bias=True)
     specs = param_specs(build(config, whole(config), operations(config)))
     assert set(specs) == set(parameters(config))
     for name, spec in specs.items():
         assert spec.expert == (".mlp.experts." in name)
-        kind = "zeros" if name.endswith("bias") else "ones" if "norm" in name else "normal"
+        drawn = name.endswith((".sinks", "mlp.gate.bias"))
+        kind = "zeros" if name.endswith("bias") and not drawn else "ones" if "norm" in name else "normal"
         assert (spec.init, spec.decay, spec.std) == (
             kind,
-            kind == "normal",
+            kind == "normal" and not drawn,
             0.02 if kind == "normal" else 0.0,
         )
+        assert spec.wide == ("mlp.gate." in name)
 
 
 def test_what_cannot_be_built_is_refused() -> None:

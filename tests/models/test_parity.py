@@ -15,11 +15,13 @@ from torch import Tensor
 
 from src.kernels.route import Routed
 from src.models.convert.table import CONVERSIONS
+from src.models.layers import Rotary
+from src.models.names import Entry, canonical
 from src.models.protocol import Carry, Routing
 from src.models.rotary import softmax_factor
 from src.models.schema import ModelConfig, YarnConfig
 from tests.models import odd
-from tests.models.tools import batch, by_canonical_name, make, relative
+from tests.models.tools import batch, by_canonical_name, make, relative, view
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -30,6 +32,7 @@ LIMITS = {"logits": 1e-5, "loss": 1e-6, "gradient": 2e-5}
 CLASSES = {
     "deepseek_v2": transformers.DeepseekV2ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+    "gpt_oss": transformers.GptOssForCausalLM,
     "dense": transformers.LlamaForCausalLM,
 }
 
@@ -58,6 +61,12 @@ SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3_moe", "tied head"): {"tie_embeddings": True},
     ("qwen3_moe", "attention bias"): {"attention_bias": True},
     ("qwen3_moe", "a key head each"): {"num_kv_heads": 6},
+    ("gpt_oss", "odd"): {},
+    ("gpt_oss", "window of the whole sample"): {"sliding_window": LENGTH},
+    ("gpt_oss", "no attention bias"): {"attention_bias": False},
+    ("gpt_oss", "truncation"): {"yarn": replace(odd.gpt_oss().yarn, truncate=True)},
+    ("gpt_oss", "a key head each"): {"num_kv_heads": 6},
+    ("gpt_oss", "tied head"): {"tie_embeddings": True},
     ("dense", "odd"): {},
     ("dense", "tied head"): {"tie_embeddings": True},
     ("dense", "attention bias"): {"attention_bias": True},
@@ -109,19 +118,22 @@ def theirs(config: ModelConfig, path: Path) -> Mine:
     logits_BSV = peer(ids_BS, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     loss.backward()
-    stacks = {".experts.gate_up_proj": ".experts.gate_up", ".experts.down_proj": ".experts.down"}
-    grads: dict[str, Tensor] = {}
-    for name, parameter in peer.named_parameters():
-        for old, new in stacks.items():
-            name = name.replace(old, new)
-        grads[name] = parameter.grad
-    return Mine(logits_BSV.detach(), loss.detach(), by_canonical_name(config, grads))
+    named = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    grads = {name: view(entry, named) for name, entry in peer_entries(config).items()}
+    return Mine(logits_BSV.detach(), loss.detach(), grads)
+
+
+def peer_entries(config: ModelConfig) -> dict[str, Entry]:
+    """Canonical name → where transformers' model holds it."""
+    return {name: CONVERSIONS[config.family].entry(entry) for name, entry in canonical(config).items()}
 
 
 def load_peer(config: ModelConfig, path: Path) -> Any:
     """transformers' model from a checkpoint written by name; nothing missing, nothing unexpected."""
     model, _ = make(config)
     weights = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
+    if config.family == "gpt_oss":  # It reads and writes its stacks as it holds them.
+        weights = stacked(config, weights)
     safetensors.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(CONVERSIONS[config.family].config(config)))
     peer, info = CLASSES[config.family].from_pretrained(
@@ -134,6 +146,18 @@ def load_peer(config: ModelConfig, path: Path) -> Any:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return peer
+
+
+def stacked(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights under the names and in the layout of transformers' own parameters."""
+    with torch.device("meta"):
+        peer = CLASSES[config.family](
+            transformers.AutoConfig.for_model(**CONVERSIONS[config.family].config(config))
+        )
+    tensors = {name: torch.full(p.shape, torch.nan) for name, p in peer.named_parameters()}
+    for name, entry in peer_entries(config).items():
+        view(entry, tensors).copy_(weights[name])
+    return tensors
 
 
 def errors(mine: Mine, peer: Mine) -> dict[str, float]:
@@ -174,6 +198,28 @@ def test_att_3_logits_at_positions_0_1_and_31(family: str, tmp_path: Path) -> No
         peer = load_peer(config, tmp_path)(ids_BS, use_cache=False).logits[0]
     for position in (0, 1, 31):
         assert float((mine[position] - peer[position]).abs().max() / peer.abs().max()) <= LIMITS["logits"]
+
+
+def test_hfn_2_stacks_of_gpt_oss_by_element(tmp_path: Path) -> None:
+    """HFN-2, FFN-2: [E,D,2F] and [E,F,D] there, gate and up in turn; every element where it belongs."""
+    config = member("gpt_oss")
+    model, _ = make(config)
+    ours, peer = (m.model.layers for m in (model, load_peer(config, tmp_path)))
+    for index in range(config.num_layers):
+        mine, other = ours[str(index)].mlp.experts, peer[index].mlp.experts
+        E, D, F = config.num_experts, config.hidden_size, config.expert_size
+        for e, f in ((e, f) for e in range(E) for f in range(F)):
+            assert torch.equal(mine.gate_up[e, f], other.gate_up_proj[e, :, 2 * f])
+            assert torch.equal(mine.gate_up[e, F + f], other.gate_up_proj[e, :, 2 * f + 1])
+            assert torch.equal(mine.down[e, :, f], other.down_proj[e, f])
+        assert torch.equal(
+            mine.gate_up_bias.view(E, 2, F).transpose(1, 2), other.gate_up_proj_bias.view(E, F, 2)
+        )
+        assert torch.equal(mine.down_bias, other.down_proj_bias)
+        assert other.down_proj.shape == (E, F, D)
+        router = peer[index].mlp.router
+        assert torch.equal(ours[str(index)].mlp.gate.weight, router.weight)
+        assert torch.equal(ours[str(index)].mlp.gate.bias, router.bias)
 
 
 def moe_layers(model: Any) -> list[Any]:
@@ -332,6 +378,73 @@ def scale_of_hidden_size(model: Any) -> None:
         attention.scale = (attention.config.hidden_size / attention.config.num_heads) ** -0.5
 
 
+def sinks_as(change: Callable[[Any, Tensor], Tensor | None]) -> Change:
+    """The attention with other sinks, from its module and the right ones."""
+
+    def spoil(model: Any) -> None:
+        for attention in attentions(model):
+            attend = attention.ops.attention
+            attention.ops = replace(
+                attention.ops,
+                attention=lambda *rest, sinks_H, attend=attend, attention=attention, **window: attend(
+                    *rest, **window, sinks_H=change(attention, sinks_H)
+                ),
+            )
+
+    return spoil
+
+
+def window_wider(by: int) -> Change:
+    """Another window in the layers that have one."""
+
+    def spoil(model: Any) -> None:
+        for attention in attentions(model):
+            attention.window = None if attention.window is None else attention.window + by
+
+    return spoil
+
+
+def other_parity(model: Any) -> None:
+    """Windows on the odd layers."""
+    for attention in attentions(model):
+        attention.window = attention.config.sliding_window if attention.window is None else None
+
+
+def truncated(model: Any) -> None:
+    """The bounds of YaRN's ramp rounded to whole dimensions."""
+    for attention in attentions(model):
+        config = attention.config
+        attention.rotary = Rotary(config.head_dim, config.rope_theta, replace(config.yarn, truncate=True))
+
+
+def plain_cos(model: Any) -> None:
+    """YaRN without its factor on cos and sin."""
+    for attention in attentions(model):
+        attention.rotary.factor = 1.0
+
+
+def expert_numbers(**numbers: float) -> Change:
+    """Other constants in the experts' activation."""
+
+    def spoil(model: Any) -> None:
+        for layer in moe_layers(model):
+            vars(layer.mlp.experts).update(numbers)
+
+    return spoil
+
+
+def of_all_experts(model: Any) -> None:
+    """Weights from a softmax over all experts."""
+    routed(model, scoring="softmax")
+
+
+def without_expert_bias_grad(model: Any) -> None:
+    for layer in moe_layers(model):
+        experts = layer.mlp.experts
+        add = experts.ops.expert_bias
+        experts.ops = replace(experts.ops, expert_bias=lambda x, b, offs, add=add: add(x, b.detach(), offs))
+
+
 MUTATIONS: dict[tuple[str, str], Change] = {
     ("deepseek_v2", "router_grad"): router_grad,
     ("deepseek_v2", "residual_grad"): residual_grad,
@@ -352,6 +465,21 @@ MUTATIONS: dict[tuple[str, str], Change] = {
     ("qwen3_moe", "heads in turn"): heads_in_turn,
     ("qwen3_moe", "normed after rotation"): normed_after_rotation,
     ("qwen3_moe", "scale of the hidden size"): scale_of_hidden_size,
+    ("gpt_oss", "router_grad"): router_grad,
+    ("gpt_oss", "weights of all experts"): of_all_experts,
+    ("gpt_oss", "sinks detached"): sinks_as(lambda attention, sinks: sinks.detach()),
+    ("gpt_oss", "sinks absent"): sinks_as(lambda attention, sinks: None),
+    ("gpt_oss", "sinks scaled"): sinks_as(lambda attention, sinks: sinks * attention.scale),
+    ("gpt_oss", "window one more"): window_wider(1),
+    ("gpt_oss", "window one less"): window_wider(-1),
+    ("gpt_oss", "windows on odd layers"): other_parity,
+    ("gpt_oss", "truncated ramp"): truncated,
+    ("gpt_oss", "plain cos"): plain_cos,
+    ("gpt_oss", "limit of the release"): expert_numbers(limit=7.0),
+    ("gpt_oss", "alpha 1"): expert_numbers(alpha=1.0),
+    ("gpt_oss", "expert bias detached"): without_expert_bias_grad,
+    ("gpt_oss", "swapped halves"): swapped_halves,
+    ("gpt_oss", "neighbours rotated"): neighbours_rotated,
     ("dense", "residual_grad"): residual_grad,
     ("dense", "gate for up"): gate_for_up,
     ("dense", "norms exchanged"): unlike_norms,

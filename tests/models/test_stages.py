@@ -216,7 +216,14 @@ class Hook:
 
 @pytest.mark.parametrize(
     ("family", "forced"),
-    [("deepseek_v2", None), ("deepseek_v2", [14, 3, 8]), ("qwen3_moe", None), ("qwen3_moe", [6, 0, 3])],
+    [
+        ("deepseek_v2", None),
+        ("deepseek_v2", [14, 3, 8]),
+        ("qwen3_moe", None),
+        ("qwen3_moe", [6, 0, 3]),
+        ("gpt_oss", None),
+        ("gpt_oss", [4, 1]),
+    ],
 )
 def test_eng_24_the_balance_sees_every_moe_layer_and_may_choose(
     family: str, forced: list[int] | None
@@ -233,7 +240,7 @@ def test_eng_24_the_balance_sees_every_moe_layer_and_may_choose(
     for logits, scores, chosen, weights in hook.seen:
         assert torch.allclose(scores, logits.softmax(-1))
         kept = scores.gather(1, chosen.long())
-        renormalised = family == "qwen3_moe"
+        renormalised = family in ("qwen3_moe", "gpt_oss")
         want = kept / kept.sum(1, keepdim=True) if renormalised else config.routed_scaling * kept
         assert torch.allclose(weights, want)
         if forced is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from src.compose import compose
 from src.errors import UserError
 from src.models.decoder_layer import MoE
 from src.models.deepseek_v2 import LatentAttention
+from src.models.gpt_oss import SinkAttention
 from src.models.layers import RMSNorm
 from src.models.qwen3_moe import GroupedAttention
 from src.models.rotary import softmax_factor
@@ -65,12 +68,25 @@ def test_att_4_heads_are_as_wide_as_the_config_says() -> None:
     }
 
 
+def test_att_3_yarn_of_gpt_oss_leaves_the_softmax_alone() -> None:
+    """ATT-3: its factor stands on cos and sin, the scale is the head's; TRAP-5: windows by global number."""
+    config = odd.gpt_oss()
+    model, _ = make(config)
+    layers = [model.model.layers[str(index)].self_attn for index in range(3)]
+    assert all(isinstance(layer, SinkAttention) for layer in layers)
+    assert [layer.scale for layer in layers] == pytest.approx([10**-0.5] * 3, rel=1e-12)
+    assert [layer.rotary.factor for layer in layers] == pytest.approx([0.1 * log(4) + 1] * 3, rel=1e-12)
+    assert [layer.window for layer in layers] == [5, None, 5]
+
+
 SWITCHES = {
     "mlp_only_layers": "[1]",
     "decoder_sparse_step": "2",
     "norm_topk_prob": "true",
     "clip_qkv": "8",
     "sliding_window": "4",
+    "layer_types": "[full_attention]",
+    "swiglu_limit": "7.0",
     "moe_layer_freq": "2",
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -80,6 +96,7 @@ SWITCHES = {
 HONOURED = {
     "deepseek_v2": {"first_dense", "routed_scaling"},
     "qwen3_moe": {"mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"},
+    "gpt_oss": {"sliding_window", "swiglu_limit"},
     "dense": set(),
 }
 

@@ -60,6 +60,7 @@ def view(entry: Entry, tensors: dict[str, Tensor]) -> Tensor:
     """The part of a stacked tensor that a canonical entry names."""
     tensor = tensors[entry.parameter]
     tensor = tensor if entry.expert is None else tensor[entry.expert]
+    tensor = tensor.T if entry.transposed else tensor
     return tensor if entry.rows is None else tensor[entry.rows]
 
 

@@ -1,6 +1,6 @@
 """A real rank that breaks: `BREAK=1:forward@3` lets rank 1 fail in the forward of step 3 (ENG-29).
 
-Places are forward, backward, loader, save (the one of the end, whatever the step) and kill.
+Places are forward, backward, loader, save (the one of the end, whatever the step), kill and hang.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def before(owner: Any, name: str, check: Callable[..., bool]) -> None:
 def break_down() -> None:
     if PLACE == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    while PLACE == "hang":
+        time.sleep(60)
     raise ValueError(f"broken in {PLACE}")
 
 
@@ -54,7 +57,7 @@ if __name__ == "__main__":
     if os.environ["RANK"] == RANK:
         before(step, "count_world", count)
         here = lambda *_: steps == int(AT)  # noqa: E731
-        if PLACE in ("forward", "kill"):
+        if PLACE in ("forward", "kill", "hang"):
             before(CausalLM, "loss", lambda *_: here() and torch.is_grad_enabled())
         elif PLACE == "backward":
             before(torch.autograd, "backward", here)

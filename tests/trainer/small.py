@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import pytest
+from torch import Tensor
 
 from src.config import (
     CheckpointConfig,
@@ -18,6 +23,7 @@ from src.config import (
     PrecisionConfig,
     TokenizerConfig,
 )
+from src.trainer.backends.native import NativeBackend
 from src.trainer.loop import train
 from src.trainer.runtime import start
 from src.trainer.stop import StopRequest
@@ -54,6 +60,19 @@ class StopAt(StopRequest):
     def asked(self) -> bool:
         self._left -= 1
         return self._left < 0
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: Mapping[int, tuple[float, float]]) -> None:
+    """Add to norm and loss of some steps, counted from 0 as `Run.step` before them; steps run in order."""
+    steps = count()
+    honest = NativeBackend.norm_and_loss
+
+    def poisoned(backend: NativeBackend, loss: Tensor) -> tuple[Tensor, Tensor]:
+        norm, whole = honest(backend, loss)
+        more, extra = bad.get(next(steps), (0.0, 0.0))
+        return norm + more, whole + extra
+
+    monkeypatch.setattr(NativeBackend, "norm_and_loss", poisoned)
 
 
 def run_here(config: Config, directory: Path, attempt: int = 1, stop_after: int = 10**9) -> bool:

@@ -55,7 +55,7 @@ def step_of(config: Config) -> dict[str, torch.Tensor]:
     backend = NativeBackend.build(config, runtime)
     batch = Loader(config, open_data(config, data_key(config)), 0, 1, 0).read(0)
     sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens, device=runtime.device))
-    found = {"loss": sums.loss, "norm": backend.grad_norm(sums.loss)}
+    found = {"loss": sums.loss, "norm": backend.norm_and_loss(sums.loss)[0]}
     found |= {name: p.grad for name, p in backend.parameters.items() if p.grad is not None}
     runtime.close()
     return {name: tensor.detach().double().cpu() for name, tensor in found.items()}

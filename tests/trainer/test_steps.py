@@ -28,6 +28,7 @@ from src.config import (
     MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
+    SpikeConfig,
 )
 from src.errors import UserError
 from src.trainer import loop as loop_module
@@ -39,12 +40,13 @@ from src.trainer.data.corpus import open_data
 from src.trainer.data.loader import Loader
 from src.trainer.data.packed import Packed
 from src.trainer.metrics import Metrics
+from src.trainer.optimizer import clip_factor
 from src.trainer.parallel.balance import LayerBalance
 from src.trainer.runtime import join
 from src.trainer.stop import Agreement
 from src.trainer.worker import exit_code
 from tests.distributed import world
-from tests.trainer.small import lines, run_here, small_config
+from tests.trainer.small import lines, poison, run_here, small_config
 
 
 def test_the_launching_process_decides_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,16 +110,20 @@ def test_held_out_samples_without_any_target_are_refused(
     assert none.value.code == 4
 
 
-def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ENG-27, LOG-1: data moves on and is counted, the balance's lagged shares stay; speed is tokens/s."""
+@pytest.mark.parametrize("kind", ["global_batch_lagged", "bias"])
+def test_what_a_skipped_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """ENG-25, ENG-27, LOG-1: data moves on and is counted, lagged shares and bias stay; speed is tokens/s."""
     shares: dict[int, list[torch.Tensor]] = {}
 
-    def poisoned(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
-        shares[run.step] = [share.clone() for share in run.backend.extra_state().values()]
-        return judge(run, norm * math.nan if run.step == 1 else norm)
+    honest = NativeBackend.norm_and_loss
 
-    monkeypatch.setattr(step_module, "judge", poisoned)
-    balance = BalanceConfig(kind="global_batch_lagged")
+    def witness(backend: NativeBackend, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares[len(shares)] = [share.clone() for share in backend.extra_state().values()]
+        return honest(backend, loss)
+
+    monkeypatch.setattr(NativeBackend, "norm_and_loss", witness)
+    poison(monkeypatch, {1: (math.nan, 0.0)})
+    balance = BalanceConfig(kind=kind)
     run_here(small_config(tmp_path, nonfinite="skip", max_steps=4, balance=balance), tmp_path / "run")
     found = lines(tmp_path / "run")
     assert [line["skipped"] for line in found] == [False, True, False, False]
@@ -137,19 +143,24 @@ def test_the_update_is_as_long_as_clipping_leaves_it(
 ) -> None:
     """ENG-7: a step of SGD moves the weights by lr · min(norm, max_norm) in all."""
     kept: list[Any] = []
+    honest = NativeBackend.norm_and_loss
 
-    def keep(run: Any, norm: torch.Tensor, judge: Any = step_module.judge) -> torch.Tensor:
-        run.config.optimizer.max_norm = share * float(norm)
-        kept.extend([run, float(norm), {n: p.detach().clone() for n, p in run.backend.parameters.items()}])
-        return judge(run, norm)
+    def keep(backend: NativeBackend, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, whole = honest(backend, loss)
+        kept.extend([backend, float(norm), {n: p.detach().clone() for n, p in backend.parameters.items()}])
+        return norm, whole
 
-    monkeypatch.setattr(step_module, "judge", keep)
+    def clip(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
+        return clip_factor(norm, share * float(norm))
+
+    monkeypatch.setattr(NativeBackend, "norm_and_loss", keep)
+    monkeypatch.setattr(step_module, "clip_factor", clip)
     sgd = OptimizerConfig(kind="sgd", lr=0.3, momentum=0.0, weight_decay=0.0, max_norm=1.0)
     config = small_config(tmp_path, optimizer=sgd, lr_schedule=LrScheduleConfig(kind="constant"), max_steps=1)
     config.lr_schedule.warmup = 0
     run_here(replace(config, precision=PrecisionConfig(name="fp64")), tmp_path / "run")
-    run, norm, before = kept
-    moved = torch.stack([(p.detach() - before[n]).norm() for n, p in run.backend.parameters.items()]).norm()
+    backend, norm, before = kept
+    moved = torch.stack([(p.detach() - before[n]).norm() for n, p in backend.parameters.items()]).norm()
     assert float(moved) == pytest.approx(0.3 * min(1.0, share) * norm, rel=1e-4)
 
 
@@ -266,7 +277,10 @@ def test_without_a_final_checkpoint_only_a_stop_is_saved(tmp_path: Path) -> None
 
 
 def test_a_step_reads_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ENG-8: between flushes the step itself reads no tensor; on CPU the reference product reads offsets."""
+    """ENG-8: between flushes the step itself reads no tensor; on CPU the reference product reads offsets.
+
+    Nor do the bias of routers and the spike guard (ENG-25, ENG-27).
+    """
     readers: Counter[str] = Counter()
 
     def watch(name: str) -> None:
@@ -289,7 +303,12 @@ def test_a_step_reads_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loop_module, "train_step", step)
     for name in ("item", "tolist", "nonzero", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         watch(name)
-    config = small_config(tmp_path, kernels=KernelsConfig(name="eager"))
+    config = small_config(
+        tmp_path,
+        kernels=KernelsConfig(name="eager"),
+        balance=BalanceConfig(kind="bias"),
+        spike=SpikeConfig(deviations=4.0, window=2),
+    )
     run_here(replace(config, max_steps=2), tmp_path / "run")
     assert inside.pop("grouped_mm.py") > 0
     assert inside.pop("stop.py") == 2

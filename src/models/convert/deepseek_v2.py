@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from src.errors import Problem
+from src.models.convert.rope import rope_parameters
 from src.models.names import vocabulary
 from src.models.schema import DeepseekV2Config
 
@@ -28,7 +29,7 @@ def hf_config(config: DeepseekV2Config) -> dict[str, Any]:
         "qk_rope_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         "attention_bias": config.attention_bias,
-        "rope_parameters": _rope(config),
+        "rope_parameters": rope_parameters(config.rope_theta, config.yarn),
         "first_k_dense_replace": config.first_dense,
         "moe_layer_freq": 1,
         "intermediate_size": config.intermediate_size,
@@ -65,19 +66,3 @@ def hf_problems(config: DeepseekV2Config) -> list[Problem]:
         fix = f"model.hidden_size={(config.hidden_size // config.num_heads + 1) * config.num_heads}"
         problems.append(Problem("model.hidden_size", message, fix, "backend"))
     return problems
-
-
-def _rope(config: DeepseekV2Config) -> dict[str, Any]:
-    yarn = config.yarn
-    if yarn.factor <= 1:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
-    scales = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-    return {
-        "rope_type": "yarn",
-        "rope_theta": config.rope_theta,
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_length,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "truncate": yarn.truncate,
-    } | {key: value for key, value in scales.items() if value}

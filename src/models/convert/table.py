@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.errors import Problem
-from src.models.convert import deepseek_v2, dense, qwen3_moe
-from src.models.convert.stacks import hf_parameter
+from src.models.convert import deepseek_v2, dense, gpt_oss, qwen3_moe
+from src.models.convert.stacks import hf_entry
+from src.models.names import Entry
 
 
 @dataclass(frozen=True)
@@ -17,30 +18,39 @@ class Conversion:
 
     config: Callable[..., dict[str, Any]]
     """Our config → the content of `config.json`."""
-    parameter: Callable[[str], str]
-    """Name of a parameter of our model → of the same tensor in transformers' model."""
+    entry: Callable[[Entry], Entry]
+    """Where our model holds a canonical tensor → where transformers' model does."""
     problems: Callable[..., list[Problem]]
     """Our config → what transformers' model cannot be."""
     router: str | None
     """Module within a decoder layer that returns router logits, weights and expert ids; None without any."""
+    attention: str = "sdpa"
+    """The implementation that `attn_implementation=auto` takes."""
 
 
 CONVERSIONS: dict[str, Conversion] = {
     "deepseek_v2": Conversion(
         config=deepseek_v2.hf_config,
-        parameter=hf_parameter,
+        entry=hf_entry,
         problems=deepseek_v2.hf_problems,
         router=deepseek_v2.ROUTER,
     ),
     "qwen3_moe": Conversion(
         config=qwen3_moe.hf_config,
-        parameter=hf_parameter,
+        entry=hf_entry,
         problems=qwen3_moe.hf_problems,
         router=qwen3_moe.ROUTER,
     ),
+    "gpt_oss": Conversion(
+        config=gpt_oss.hf_config,
+        entry=gpt_oss.hf_entry,
+        problems=gpt_oss.hf_problems,
+        router=gpt_oss.ROUTER,
+        attention="eager",  # torch's takes no sinks.
+    ),
     "dense": Conversion(
         config=dense.hf_config,
-        parameter=hf_parameter,
+        entry=hf_entry,
         problems=dense.hf_problems,
         router=None,
     ),

@@ -80,12 +80,19 @@ class Backend(Protocol):
         """
         ...
 
-    def grad_norm(self, loss: Tensor | None = None) -> Tensor:
-        """Global L2 norm of all gradients (ENG-6); not finite if `loss` of any rank is not (ENG-27)."""
+    def norm_and_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Global L2 norm of all gradients and global loss, of which `loss` is this rank's part (ENG-6).
+
+        Device scalars, equal on all ranks; the norm is not finite if the loss is not (ENG-27).
+        """
         ...
 
     def finish_step(self, skip: Tensor) -> None:
         """Take over what a step leaves for the next one, unless `skip` is above 0 on the device."""
+        ...
+
+    def largest_bias(self) -> Tensor | None:
+        """Largest |bias| of this rank's routers, a device scalar; None without `balance=bias` (ENG-25)."""
         ...
 
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from src.config import Config
 from src.kernels.dtypes import accumulate
 from src.kernels.registry import Ops, resolve
-from src.models.build import CausalLM, ParamSpec, needs, param_specs
+from src.models.build import CausalLM, ParamSpec, Stage, needs, param_specs
 from src.models.counts import moe_layers
 from src.models.names import Entry, canonical
 from src.trainer.backends.base import Sums
@@ -26,6 +26,7 @@ from src.trainer.data.synthetic import is_dense
 from src.trainer.parallel import layout
 from src.trainer.parallel.assemble import make_dispatcher, materialise
 from src.trainer.parallel.balance import Balancer
+from src.trainer.parallel.bias import RouterBias
 from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.init import initialise
@@ -77,8 +78,15 @@ class NativeBackend:
         self._balancer = Balancer(
             config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring
         )
+        self._bias: RouterBias | None = None
+        if config.balance.kind == "bias":
+            like, rate = self._balancer.tally.aux, config.balance.bias_rate
+            self._bias = RouterBias(model.model.layers, self.moe_layers, experts, rate, like)
         self._dispatcher = make_dispatcher(experts, runtime, ops)
         self._micro_batches = layout.micro_batches(config)
+        self._stages = dict(
+            zip(layout.stages_of(config, runtime.place.pp), model.holding.stages, strict=True)
+        )
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
         self._sees_routing = True
@@ -131,26 +139,27 @@ class NativeBackend:
 
     def _program(self, work: Work) -> Program:
         """How the layers of this rank's stages are run."""
-        stages = layout.stages_of(self._config, self._runtime.place.pp)
-        parts = (self._model, stages, self._dispatcher, work)
+        parts = (self._model, tuple(self._stages), self._dispatcher, work)
         if not self._staged:
             return Plain(*parts)
         recompute, poison = self._config.recompute.name, self._config.debug.poison
         return Staged(*parts, self._deferral, recompute, self._gather, poison)
 
-    def grad_norm(self, loss: Tensor | None = None) -> Tensor:
-        """Global L2 norm of all gradients, each element once, a device scalar (ENG-6); reads nothing back.
+    def norm_and_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Global L2 norm of all gradients, each element once, and the global loss (ENG-5, ENG-6).
 
-        The ranks of rep hold the same shards, so only the first puts its own in. With `loss`, the sums of
-        this step, the norm is not finite on any rank if the loss of one is not (ENG-27).
+        Device scalars, equal on all ranks by one reduction; reads nothing back. The ranks of rep hold the
+        same shards, so only the first puts its own in. The norm is not finite if the loss is not (ENG-27).
+
+        Args:
+            loss: this rank's part of the step, from `Sums`.
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else self._sums
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
         total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)
-        if loss is not None:
-            total = total + torch.where(torch.isfinite(loss), 0.0, torch.nan)
-        return self._runtime.sum_world(total).sqrt()
+        square, whole = self._runtime.sum_world(torch.stack([total, loss.to(dtype)])).unbind()
+        return torch.where(torch.isfinite(whole), square.sqrt(), torch.nan), whole
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a device scalar."""
@@ -160,21 +169,25 @@ class NativeBackend:
 
     def finish_step(self, skip: Tensor) -> None:
         """Take over what a step leaves for the next one, unless `skip` is above 0 on the device."""
-        if self._config.balance.kind == "global_batch_lagged":
+        state = self._balancer if self._config.balance.kind == "global_batch_lagged" else self._bias
+        if state is not None:
             assert self._counts is not None
-            counts_ME = self._runtime.reduce(self._counts.clone(), ALL_DATA)
-            self._balancer.finish(counts_ME, skip)
+            state.finish(self._runtime.reduce(self._counts.clone(), ALL_DATA), skip)
+
+    def largest_bias(self) -> Tensor | None:
+        """Largest |bias| of this rank's routers, a device scalar; None without `balance=bias`."""
+        return None if self._bias is None else self._bias.largest()
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> Tensor:
-        """Σ cross entropy of a micro-batch, a device scalar; 0 except on the last stage. Counts nothing."""
+        """Σ cross entropy of a micro-batch, a scalar; 0 where the last stage is not. Counts nothing."""
         moved = self._place(micro_batch)
         one = torch.ones((), dtype=self._sums, device=self._runtime.device)
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            return self._model.loss(hidden, moved.labels_BS, one) if self._model.holding.last else hidden
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            return self._model.loss(hidden, moved.labels_BS, one) if self._stages[stage].last else hidden
 
         total = self._executor.infer(forward, self._example(moved.ids_BS))
         self._forget()
@@ -186,9 +199,9 @@ class NativeBackend:
         moved = self._place(plain_batch(padded(ids_BS, self._ring)))
         self._refresh()
 
-        def forward(received: Tensor | None) -> Tensor:
-            hidden = self._hidden(moved, received)
-            if not self._model.holding.last:
+        def forward(stage: int, received: Tensor | None) -> Tensor:
+            hidden = self._hidden(moved, received, self._stages[stage])
+            if not self._stages[stage].last:
                 return hidden
             whole = hidden if self._ring is None else self._ring.join(hidden)
             return self._model.logits(whole[:, : ids_BS.shape[1]])
@@ -218,6 +231,8 @@ class NativeBackend:
 
     def extra_state(self) -> dict[str, Tensor]:
         """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
+        if self._bias is not None:
+            return self._bias.held
         if self._config.balance.kind != "global_batch_lagged":
             return {}
         mine = set(self._model.holding.layers)
@@ -244,11 +259,11 @@ class NativeBackend:
         """What this rank has of a micro-batch of its data coordinate, on the device."""
         return own_part(to_device(micro_batch, self._runtime.device), self._ring)
 
-    def _hidden(self, moved: MicroBatch, received: Tensor | None) -> Tensor:
+    def _hidden(self, moved: MicroBatch, received: Tensor | None, stage: Stage) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
-        into = moved.ids_BS if received is None else received
+        into, batch = moved.ids_BS if received is None else received, model_batch(moved, None, self._ring)
         with nullcontext() if self.compiled == "none" else torch.compiler.set_stance("force_eager"):
-            hidden: Tensor = self._model(into, model_batch(moved, None, self._ring), self._dispatcher)
+            hidden: Tensor = self._model(into, batch, self._dispatcher, stage)
         return hidden
 
     def _settle_compile(self) -> str:
@@ -277,11 +292,11 @@ class NativeBackend:
         return torch.empty(shape, dtype=self._precision.compute, device=self._runtime.device)
 
     def _share(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """The last stage's tensor, on every stage."""
+        """The last stage's tensor, on every rank."""
         if found is None:
             found = torch.empty(shape, dtype=accumulate(self._precision.compute), device=self._runtime.device)
         tensor = found.contiguous()
-        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=self._config.mesh.pp - 1)
+        dist.broadcast(tensor, group=self._runtime.group("pp"), group_src=layout.last_rank(self._config))
         return tensor
 
     def _forget(self) -> None:

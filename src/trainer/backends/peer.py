@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from src.models import hf
 from src.models.convert.table import CONVERSIONS, Conversion
 from src.models.counts import moe_layers
 from src.models.hf import load_package
+from src.models.names import window_of
 from src.models.protocol import Balance, Balances, Batch, Dispatcher
 from src.models.schema import HfConfig, ModelConfig, MoeConfig
 from src.models.stage import whole
@@ -51,6 +52,8 @@ class Peer(nn.Module):
         parts = hf.parts(causal_lm)
         self.model: Any = parts[0]
         self.lm_head: Any = parts[1]
+        for router in self._routers().values():
+            router.register_forward_pre_hook(_widened)
 
     def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
         """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
@@ -89,13 +92,38 @@ class Peer(nn.Module):
             if next(module.buffers(recurse=False), None) is not None:
                 self.model._init_weights(module)
 
-    def _mask(self, batch: Batch) -> Tensor | None:
-        """None where samples are full documents, else who sees whom [B,1,S,S] as this attention reads it."""
+    def _routers(self) -> dict[int, nn.Module]:
+        """By the global index of their layers; those of a directory's model are not known."""
+        layers = moe_layers(self.config)
+        if not layers:
+            return {}
+        router = conversion_of(self.config).router
+        assert router is not None, self.config.family
+        return {index: self.model.layers[index].get_submodule(router) for index in layers}
+
+    def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor] | None:
+        """None where samples are full documents, else who sees whom as this attention reads it.
+
+        A model with windows takes the masks by the kind of layer.
+        """
         if batch.documents_BS is None:
             return None
-        documents_BS = batch.documents_BS
+        windows = {window_of(self.config, index) for index in range(self.config.num_layers)}
+        if windows == {None}:
+            return self._allowed(batch.documents_BS, None)
+        return {
+            "full_attention" if window is None else "sliding_attention": self._allowed(
+                batch.documents_BS, window
+            )
+            for window in windows
+        }
+
+    def _allowed(self, documents_BS: Tensor, window: int | None) -> Tensor:
+        """[B,1,S,S]: a query sees its own document up to itself, and of that the last `window` keys."""
         length = documents_BS.shape[1]
         allowed = torch.ones(length, length, dtype=torch.bool, device=documents_BS.device).tril()
+        if window is not None:
+            allowed = allowed.triu(1 - window)
         allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
         if self.attention == "sdpa":
             return allowed
@@ -105,22 +133,23 @@ class Peer(nn.Module):
     @contextmanager
     def _watched(self, balances: Balances | None) -> Iterator[None]:
         """Let the balancer see every router's output for one forward, and put its term into the weights."""
-        layers = moe_layers(self.config)
-        if balances is None or not layers:
+        if balances is None:
             yield
             return
-        router = conversion_of(self.config).router
-        assert router is not None, self.config.family
-        routers = [self.model.layers[index].get_submodule(router) for index in layers]
         handles = [
             router.register_forward_hook(partial(_balanced, balances.at(index)))
-            for index, router in zip(layers, routers, strict=True)
+            for index, router in self._routers().items()
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _widened(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A router's input in the dtype of its weight, which policies leave wide; not all cast it (MOD-4)."""
+    return (inputs[0].to(cast(Tensor, module.weight).dtype), *inputs[1:])
 
 
 def _balanced(
@@ -142,6 +171,13 @@ def settings_for(package: Any, config: ModelConfig) -> Any:
 def conversion_of(config: ModelConfig) -> Conversion:
     """The conversion of a family that has one; composition refuses the others."""
     return CONVERSIONS[config.family]
+
+
+def choose_attention(wanted: str, config: ModelConfig) -> str:
+    """The implementation that runs: under `auto` torch's, where the model can take it."""
+    if wanted != "auto":
+        return wanted
+    return "sdpa" if isinstance(config, HfConfig) else conversion_of(config).attention
 
 
 def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str | None:

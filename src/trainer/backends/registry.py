@@ -22,7 +22,7 @@ class Capabilities:
     axes: tuple[str, ...]
     """Mesh axes that may exceed one."""
     schedules: tuple[str, ...]
-    """Values of `pipeline.schedule`."""
+    """Values of `pipeline.schedule`, where there are stages."""
     overlap: bool
     """Takes `pipeline.overlap=true`."""
     recompute: tuple[str, ...]
@@ -41,11 +41,11 @@ BACKENDS: dict[str, Capabilities] = {
     "native": Capabilities(
         path="src.trainer.backends.native:NativeBackend",
         axes=("pp", "rep", "dp", "cp", "ep"),
-        schedules=("gpipe", "1f1b"),
+        schedules=("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"),
         overlap=False,
         recompute=("none", "stage", "full"),
         precision=("auto", "fp32", "fp64", "master", "bf16"),
-        balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
+        balance=("sequence", "micro_batch", "global_batch_lagged", "bias", "none"),
         force=("none",),
     ),
     "transformers": Capabilities(
@@ -61,6 +61,7 @@ BACKENDS: dict[str, Capabilities] = {
             "mesh.pp": "transformers' layers are not cut into stages",
             "mesh.cp": "transformers' attention wants the whole sequence",
             "mesh.ep": "transformers' experts are not divided",
+            "balance": "transformers' routers choose by their own scores, where no bias of ours enters",
             "precision": "transformers computes norms, softmax and router in fp32 whatever the model's dtype",
         },
     ),

@@ -7,7 +7,6 @@ the native backend, so that a comparison of the two compares models and nothing 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,7 @@ from src.models.names import Entry, canonical
 from src.models.schema import HfConfig
 from src.seeds import generator
 from src.trainer.backends.native import NativeBackend
-from src.trainer.backends.peer import Peer, choose_experts, conversion_of
+from src.trainer.backends.peer import Peer, choose_attention, choose_experts, conversion_of
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.masters import cast_for_compute
@@ -87,8 +86,8 @@ class TransformersBackend(NativeBackend):
     def _canonical(self) -> dict[str, Entry]:
         if isinstance(self._config.model, HfConfig):
             return canonical(self._config.model)
-        rename, entries = conversion_of(self._config.model).parameter, canonical(self._config.model)
-        return {name: replace(entry, parameter=rename(entry.parameter)) for name, entry in entries.items()}
+        place = conversion_of(self._config.model).entry
+        return {name: place(entry) for name, entry in canonical(self._config.model).items()}
 
 
 def peer_specs(config: Config, ops: Ops) -> dict[str, ParamSpec]:
@@ -96,16 +95,16 @@ def peer_specs(config: Config, ops: Ops) -> dict[str, ParamSpec]:
     if isinstance(config.model, HfConfig):
         kinds = {True: ParamSpec("normal"), False: ParamSpec("ones", decay=False)}
         return {name: kinds[len(shape) > 1] for name, shape in hf.shapes(config.model).items()}
-    rename = conversion_of(config.model).parameter
+    place = conversion_of(config.model).entry
     with torch.device("meta"):
-        native = build(config.model, whole(config.model), ops)
-    return {rename(name): spec for name, spec in param_specs(native).items()}
+        native = param_specs(build(config.model, whole(config.model), ops))
+    return {place(entry).parameter: native[entry.parameter] for entry in canonical(config.model).values()}
 
 
 def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision) -> Peer:
     """transformers' model in memory, sharded; weights are still garbage, buffers are not."""
     wanted = config.backend
-    attention = "sdpa" if wanted.attn_implementation == "auto" else wanted.attn_implementation
+    attention = choose_attention(wanted.attn_implementation, config.model)
     experts = choose_experts(wanted.experts_implementation, config.model, precision.compute)
     with torch.device("meta"):
         peer = Peer(config.model, ops, precision.compute, attention, experts)

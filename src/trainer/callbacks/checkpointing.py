@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from src.trainer.callbacks.base import Callback
 from src.trainer.checkpoint.retention import retain
 from src.trainer.checkpoint.save import save
@@ -28,7 +30,8 @@ class Checkpointing(Callback):
 
     def _save(self, run: Run) -> None:
         self._saved = run.step
-        scalars = {"step": run.step, "tokens_total": run.tokens_total, "updates": run.optimizer.updates}
+        scalars: dict[str, Any] = {"step": run.step, "tokens_total": run.tokens_total}
+        scalars |= {"updates": run.optimizer.updates, **run.health.state()}
         save(
             config=run.config,
             run_dir=run.directory,

@@ -187,6 +187,8 @@ def _numbers(line: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     if moe is not None:
         yield "moe/load_entropy", moe["load_entropy"]
         yield "moe/load_max_over_mean", moe["load_max_over_mean"]
+        if moe["bias_max"] is not None:
+            yield "moe/bias_max", moe["bias_max"]
         for layer, load in moe["layers"].items():
             yield f"moe/layer_{layer}/max_over_mean", load["max_over_mean"]
 

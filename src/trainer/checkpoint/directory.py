@@ -54,8 +54,8 @@ class Meta:
 
     step: int
     attempt: int
-    scalars: dict[str, int | float]
-    """What the loop counts: steps, tokens, samples, updates."""
+    scalars: dict[str, Any]
+    """What the loop counts: steps, tokens, samples, updates; and the recent steps that a spike is told by."""
     config: dict[str, Any]
     """The run's config, flattened to dotted keys."""
     identity: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def load(
     moments: Mapping[str, Mapping[str, Tensor]],
     runtime: Runtime,
     data_key: str | None,
-) -> dict[str, int | float]:
+) -> dict[str, Any]:
     """Fill parameters, moments and extra state of all ranks from `found`, in place; a collective.
 
     Args:

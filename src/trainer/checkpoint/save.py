@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from src.config import Config
 from src.digest import flatten, identity
+from src.errors import Problem, UserError
 from src.models.names import canonical
 from src.trainer.checkpoint.agree import agree, everyone
 from src.trainer.checkpoint.contents import Backend, collect, is_weight
@@ -36,7 +39,7 @@ def save(
     step: int,
     backend: Backend,
     moments: Mapping[str, Mapping[str, Tensor]],
-    scalars: Mapping[str, int | float],
+    scalars: Mapping[str, Any],
     runtime: Runtime,
     data_key: str | None,
     hook: Callable[[str], None] = _ignore,
@@ -52,33 +55,62 @@ def save(
         The directory; when it is returned, the checkpoint is complete and durable.
 
     Raises:
-        RuntimeError: some rank could not write; on every rank. Older checkpoints are untouched.
+        UserError: code 1, the system would not let some rank write, for want of space or otherwise; on every
+            rank. What was written of this checkpoint is gone, older ones are untouched.
+        RuntimeError: some rank could not write for another reason; likewise.
     """
     hook("start")
     staging, target = hidden_path(run_dir, "tmp", step, attempt), step_path(run_dir, step)
-    agree(runtime, lambda: _empty(staging))
-    hook("staged")
-    written = write(staging, collect(backend, moments), runtime, hook)
-    _check_names(config, written)
-    hook("written")
-    files = everyone(runtime, lambda: {name: _fingerprint(staging / name) for name in written.files})
-    hook("hashed")
-    meta = Meta(
-        step=step,
-        attempt=attempt,
-        scalars=dict(scalars),
-        config=flatten(config),
-        identity=identity(config),
-        data_key=data_key,
-        moments=sorted(moments),
-        tensors={name: TensorInfo(*info) for name, info in written.tensors.items()},
-        files={name: info for part in files for name, info in part.items()},
-        versions={"torch": torch.__version__, "python": platform.python_version()},
-    )
-    publication = _Publication(staging, target, hidden_path(run_dir, "old", step, attempt), hook)
-    agree(runtime, lambda: publication.run(meta))
+    with _nothing_left_of_a_failure(staging, target, runtime):
+        agree(runtime, lambda: _empty(staging))
+        hook("staged")
+        written = write(staging, collect(backend, moments), runtime, hook)
+        _check_names(config, written)
+        hook("written")
+        files = everyone(runtime, lambda: {name: _fingerprint(staging / name) for name in written.files})
+        hook("hashed")
+        meta = Meta(
+            step=step,
+            attempt=attempt,
+            scalars=dict(scalars),
+            config=flatten(config),
+            identity=identity(config),
+            data_key=data_key,
+            moments=sorted(moments),
+            tensors={name: TensorInfo(*info) for name, info in written.tensors.items()},
+            files={name: info for part in files for name, info in part.items()},
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+        )
+        publication = _Publication(staging, target, hidden_path(run_dir, "old", step, attempt), hook)
+        agree(runtime, lambda: publication.run(meta))
     hook("end")
     return target
+
+
+@contextmanager
+def _nothing_left_of_a_failure(staging: Path, target: Path, runtime: Runtime) -> Iterator[None]:
+    """Free what a save that failed has written: the usual cause is a full disk, which the next one needs.
+
+    All ranks fail together, so none is still writing.
+    """
+    try:
+        yield
+    except Exception as error:
+        if runtime.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError([_unwritten(target, error)], code=1) from error
+        raise
+
+
+def _unwritten(target: Path, error: OSError) -> Problem:
+    free = shutil.disk_usage(target.parent).free / 2**30
+    message = (
+        f"{target} could not be written: {error.strerror or error}. {free:.2f} GiB are free there now; "
+        "older checkpoints are as they were"
+    )
+    fix = "make room, or keep fewer with checkpoint.keep_last=1, and the same command goes on from the newest"
+    return Problem("checkpoint", message, fix, "CKPT-4")
 
 
 def _check_names(config: Config, written: Written) -> None:
@@ -91,8 +123,9 @@ def _check_names(config: Config, written: Written) -> None:
 
 
 def _empty(staging: Path) -> None:
-    """What an earlier try of this attempt left behind goes."""
-    shutil.rmtree(staging, ignore_errors=True)
+    """What saves that were killed left behind goes, first of all: the room may be needed."""
+    for left in staging.parent.glob(".tmp-step-*"):
+        shutil.rmtree(left, ignore_errors=True)
     staging.mkdir(parents=True)
 
 

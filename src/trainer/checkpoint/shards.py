@@ -87,7 +87,8 @@ def write(
         hook: called with ``item`` before each box is written (for tests).
 
     Raises:
-        RuntimeError: some rank could not write; on every rank.
+        OSError: the system would not let some rank write, for want of space or otherwise; on every rank.
+        RuntimeError: some rank could not write for another reason; on every rank.
     """
     writer = _Writer(directory)
     with _plain_errors(f"checkpoint {directory} could not be written"):
@@ -147,7 +148,21 @@ def _plain_errors(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        raise RuntimeError(f"{what}: {error}") from error
+        causes = [cause for cause, _ in error.failures.values()]
+        system = next((cause for cause in causes if isinstance(cause, OSError)), None)
+        raise system or RuntimeError(f"{what}: {error}") from error
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """On a full disk torch's archive writer complains of a wrong position; the reason is behind that."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        raise reason or error from None
 
 
 class _Writer(FileSystemWriter):
@@ -162,8 +177,9 @@ class _Writer(FileSystemWriter):
             nothing: Future[list[WriteResult]] = Future()
             nothing.set_result([])
             return nothing
-        results = super().write_data(plan, planner)
-        self.files.update(result.storage_data.relative_path for result in results.wait())
+        with _system_errors():
+            results = super().write_data(plan, planner)
+            self.files.update(result.storage_data.relative_path for result in results.wait())
         return results
 
 

@@ -32,7 +32,7 @@ def initialise(config: Config, entries: Mapping[str, LocalEntry], specs: Mapping
         spec = specs[entry.parameter]
         for offsets, view in entry.parts:
             if spec.init == "normal":
-                drawn.append((config, name, entry.shape, spec.std, offsets[0], view))
+                drawn.append((config, name, entry.shape, spec.std, offsets, view))
             else:
                 view.fill_({"ones": 1.0, "zeros": 0.0}[spec.init])
     with ThreadPoolExecutor(THREADS) as pool:  # numpy draws without the interpreter's lock.
@@ -41,13 +41,17 @@ def initialise(config: Config, entries: Mapping[str, LocalEntry], specs: Mapping
 
 
 @torch.no_grad()
-def _normal(config: Config, name: str, shape: tuple[int, ...], std: float, first: int, view: Tensor) -> None:
-    """Rows `first` and on of the canonical tensor, written to `view`; only whole rows are ever cut off."""
+def _normal(
+    config: Config, name: str, shape: tuple[int, ...], std: float, offsets: tuple[int, ...], view: Tensor
+) -> None:
+    """The box of the canonical tensor that begins at `offsets`, written to `view`."""
+    first, *others = offsets
     last = first + view.shape[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(others, view.shape[1:], strict=True))
     for start in range(first - first % BLOCK, last, BLOCK):
         rows = draw(config, name, shape, std, start // BLOCK)
         low, high = max(first, start), min(last, start + rows.shape[0])
-        view[low - first : high - first].copy_(rows[low - start : high - start])
+        view[low - first : high - first].copy_(rows[(slice(low - start, high - start), *columns)])
 
 
 def draw(config: Config, name: str, shape: tuple[int, ...], std: float, block: int) -> Tensor:

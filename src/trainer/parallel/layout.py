@@ -55,24 +55,39 @@ def micro_batches(config: Config) -> int:
     return config.global_batch_size // (config.micro_batch_size * config.mesh.data_ranks)
 
 
+def stages_per_rank(config: Config) -> int:
+    """v, the stages of each rank; one where there is no pipeline, whatever the schedule asks for."""
+    return config.pipeline.stages_per_rank if config.mesh.pp > 1 else 1
+
+
 def stage_count(config: Config) -> int:
     """Pipeline stages: ranks times stages per rank."""
-    return config.mesh.pp * config.pipeline.stages_per_rank
+    return config.mesh.pp * stages_per_rank(config)
 
 
 IN_V = ("zbv", "dualpipev")
 """Schedules under which a rank holds a stage on the way down and its mirror image on the way up."""
 
 
-def stages_of(config: Config, rank: int) -> tuple[int, ...]:
-    """Stages of a pipeline rank, in the order in which a micro-batch passes them (ENG-14).
+def rank_of(config: Config, stage: int) -> int:
+    """Pipeline rank that holds a stage (ENG-14).
 
-    In a V, rank r has r and 2P-1-r, so that the first holds both ends; else r, P + r, 2P + r and so on.
+    In a V, ranks come in order on the way down and backwards on the way up, so that the first holds both
+    ends; else they come in order again and again.
     """
     ranks = config.mesh.pp
-    if config.pipeline.schedule in IN_V and ranks > 1:
-        return rank, 2 * ranks - 1 - rank
-    return tuple(range(rank, stage_count(config), ranks))
+    lap, rank = divmod(stage, ranks)
+    return ranks - 1 - rank if lap % 2 and config.pipeline.schedule in IN_V else rank
+
+
+def stages_of(config: Config, rank: int) -> tuple[int, ...]:
+    """Stages of a pipeline rank, in the order in which a micro-batch passes them."""
+    return tuple(stage for stage in range(stage_count(config)) if rank_of(config, stage) == rank)
+
+
+def last_rank(config: Config) -> int:
+    """Pipeline rank that holds the last stage, and with it the loss: the first one in a V."""
+    return rank_of(config, stage_count(config) - 1)
 
 
 DEFERRING = ("zbv", "dualpipev")

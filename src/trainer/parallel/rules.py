@@ -8,7 +8,7 @@ from __future__ import annotations
 from src.config import Config
 from src.errors import Problem
 from src.trainer.backends import registry
-from src.trainer.parallel.layout import micro_batches, neighbours, sizes, spec
+from src.trainer.parallel.layout import IN_V, micro_batches, neighbours, sizes, spec, stages_per_rank
 
 
 def check(config: Config, world: int | None = None) -> list[Problem]:
@@ -25,7 +25,8 @@ def check(config: Config, world: int | None = None) -> list[Problem]:
         _experts,
         _batch,
         _context,
-        _stages,
+        stages,
+        _layers,
         _micro_batches,
         _shared_embedding,
         _tensor,
@@ -104,53 +105,71 @@ STAGES_PER_RANK: dict[str, tuple[int, int | None]] = {
 """Schedule → least and greatest stages per rank."""
 
 
-def _stages(config: Config) -> list[Problem]:
-    problems: list[Problem] = []
-    per_rank, layers, pp = config.pipeline.stages_per_rank, config.model.num_layers, config.mesh.pp
+def stages(config: Config) -> list[Problem]:
+    """Whether the schedule takes that many stages per rank."""
     least, most = STAGES_PER_RANK[config.pipeline.schedule]
-    if pp > 1 and (per_rank < least or (most is not None and per_rank > most)):
-        wanted = str(least) if most == least else f"at least {least}"
-        message = f"{config.pipeline.schedule} takes {wanted} stages per rank, not {per_rank}"
-        fix = f"pipeline.stages_per_rank={least}"
-        problems.append(Problem("pipeline.stages_per_rank", message, fix, rule="stages"))
-    if pp * per_rank > layers:
-        message = (
-            f"pp={pp} times {per_rank} stages per rank are more than the {layers} layers (model.num_layers)"
+    per_rank = config.pipeline.stages_per_rank
+    if config.mesh.pp == 1 or (per_rank >= least and (most is None or per_rank <= most)):
+        return []
+    wanted = str(least) if most == least else f"at least {least}"
+    message = f"{config.pipeline.schedule} takes {wanted} stages per rank, not {per_rank}"
+    return [
+        Problem(
+            "pipeline.stages_per_rank", message, _choices("pipeline.stages_per_rank", [least]), rule="stages"
         )
-        fit = neighbours(pp, lambda n: n * per_rank <= layers, limit=1)
-        problems.append(
-            Problem("mesh.pp", message, _choices("mesh.pp", fit) or "use fewer stages", rule="stages")
-        )
-    return problems
+    ]
+
+
+def _layers(config: Config) -> list[Problem]:
+    per_rank, layers, pp = stages_per_rank(config), config.model.num_layers, config.mesh.pp
+    if pp * per_rank <= layers:
+        return []
+    message = f"pp={pp} times {per_rank} stages per rank are more than the {layers} layers (model.num_layers)"
+    fit = neighbours(pp, lambda n: n * per_rank <= layers, limit=1)
+    fix = " or ".join([f"mesh.pp={n}" for n in fit] + [f"model.num_layers={pp * per_rank}"])
+    return [Problem("mesh.pp", message, fix, rule="stages")]
+
+
+def micro_batch_fault(schedule: str, ranks: int, micro_batches: int) -> tuple[str, list[int]] | None:
+    """Why a schedule cannot run that many micro-batches on pipeline ranks, and the nearest counts it can."""
+    n = micro_batches
+    if schedule == "dualpipev" and n < 2 * ranks:
+        return f"dualpipev wants at least 2·pp = {2 * ranks} micro-batches, there are {n}", [2 * ranks]
+    if schedule == "interleaved_1f1b" and n % max(1, n // ranks):
+        rounds = n // ranks
+        message = f"interleaved_1f1b wants micro-batches divisible into rounds of {rounds}, there are {n}"
+        return message, neighbours(n, lambda m: m % max(1, m // ranks) == 0)
+    return None
 
 
 def _micro_batches(config: Config) -> list[Problem]:
-    n, pp, schedule = micro_batches(config), config.mesh.pp, config.pipeline.schedule
-    unit = config.micro_batch_size * config.mesh.data_ranks
-    if pp == 1 or _batch(config):
+    if config.mesh.pp == 1 or _batch(config):
         return []
-    if schedule == "dualpipev" and n < 2 * pp:
-        message = f"dualpipev wants at least 2·pp = {2 * pp} micro-batches, there are {n}"
-        return [
-            Problem("global_batch_size", message, f"global_batch_size={2 * pp * unit}", rule="micro-batches")
-        ]
-    if schedule == "interleaved_1f1b" and n % max(1, n // pp):
-        fit = [m * unit for m in neighbours(n, lambda m: m % max(1, m // pp) == 0)]
-        message = (
-            f"interleaved_1f1b wants micro-batches divisible into rounds of {max(1, n // pp)}, there are {n}"
-        )
-        return [
-            Problem("global_batch_size", message, _choices("global_batch_size", fit), rule="micro-batches")
-        ]
-    return []
+    fault = micro_batch_fault(config.pipeline.schedule, config.mesh.pp, micro_batches(config))
+    if fault is None:
+        return []
+    unit = config.micro_batch_size * config.mesh.data_ranks
+    fix = _choices("global_batch_size", [n * unit for n in fault[1]])
+    return [Problem("global_batch_size", fault[0], fix, rule="micro-batches")]
+
+
+def notices(config: Config) -> list[str]:
+    """What works but is slower than it need be, for the plan."""
+    n, pp = micro_batches(config), config.mesh.pp
+    if pp == 1 or config.pipeline.schedule != "zbv" or n >= 2 * pp - 1:
+        return []
+    least = (2 * pp - 1) * config.micro_batch_size * config.mesh.data_ranks
+    words = f"zbv fills its pipeline from 2·pp-1 = {2 * pp - 1} micro-batches on, there are {n}"
+    return [f"{words}: ranks will idle; global_batch_size={least} would do"]
 
 
 def _shared_embedding(config: Config) -> list[Problem]:
-    in_v = config.pipeline.schedule in ("zbv", "dualpipev")
-    if not config.model.tie_embeddings or config.mesh.pp == 1 or in_v:
+    schedule, pp = config.pipeline.schedule, config.mesh.pp
+    if not config.model.tie_embeddings or pp == 1 or schedule in IN_V:
         return []
-    message = f"pp={config.mesh.pp} with {config.pipeline.schedule}: a tied head needs both ends on one rank"
-    return [Problem("mesh.pp", message, "mesh.pp=1", rule="shared embedding")]
+    message = f"pp={pp} with {schedule}: a tied head needs both ends on one rank"
+    fix = " or ".join(["mesh.pp=1", *(f"pipeline={name}" for name in IN_V)])
+    return [Problem("mesh.pp", message, fix, rule="shared embedding")]
 
 
 def _tensor(config: Config) -> list[Problem]:
@@ -172,13 +191,14 @@ def _capabilities(config: Config) -> list[Problem]:
         if size > 1 and axis not in able.axes and axis != "tp"
     ]
     problems = [_unable(config, f"mesh.{axis}", sizes(config.mesh)[axis], ["1"]) for axis in wide]
-    choices = (
-        ("pipeline.schedule", config.pipeline.schedule, able.schedules),
+    choices = [
         ("recompute", config.recompute.name, able.recompute),
         ("precision", config.precision.name, able.precision),
         ("balance", config.balance.kind, able.balance),
         ("balance.force", config.balance.force, able.force),
-    )
+    ]
+    if config.mesh.pp > 1:
+        choices.append(("pipeline.schedule", config.pipeline.schedule, able.schedules))
     problems += [
         _unable(config, key, value, list(able_)) for key, value, able_ in choices if value not in able_
     ]

@@ -91,7 +91,12 @@ def _parts(
     else:
         assert dim == 1, entry
         first = start
+    if entry.transposed:
+        return [((0, first), held[expert].T[entry.rows or slice(None)])]
     matrix = held[expert]
+    if entry.rows is not None and entry.rows.step:
+        assert dim == 0, entry
+        return [((0, *rest), matrix[entry.rows])]
     begin = 0 if entry.rows is None else entry.rows.start
     low, high = max(first, begin), min(first + matrix.shape[0], begin + entry.shape[0])
     return [((low - begin, *rest), matrix[low - first : high - first])] if low < high else []

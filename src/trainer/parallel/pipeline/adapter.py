@@ -1,13 +1,16 @@
 """Torch's private names, in this file only; holds for 2.11 to 2.13.
 
-Two things are taken from torch that it does not publish: `_PipelineScheduleRuntime`, which adds sends and
-receives to a table of computations and runs it, and the reduction of FSDP2's gradients outside autograd.
-Torch's pipelining is imported where there are stages only: it costs 0.7 s, which other meshes need not pay.
+Torch does not publish the tables of its schedules, its runtime for tables, which adds sends and receives to
+computations and runs them, and the reduction of FSDP2 gradients outside autograd. Its pipelining is imported
+where there are stages only: it costs 0.7 s, which other meshes need not pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from src.trainer.parallel.pipeline.program import Program
-from src.trainer.parallel.pipeline.schedule import Table
+from src.trainer.parallel.pipeline.schedule import Action, Table, Turn, round_size
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -23,115 +26,162 @@ if TYPE_CHECKING:
 
 
 class TorchPipeline:
-    """One stage of a rank under a table; what it computes is a program's."""
-
-    def __init__(
-        self, module: nn.Module, table: Table, micro_batches: int, group: dist.ProcessGroup, example: Tensor
-    ) -> None:
-        """`example` has shape, dtype and device of the activation between stages."""
-        self._stage = make_stage(module, len(table), group, example)
-        self._schedule = make_schedule(self._stage, table, micro_batches)
-        self._count = micro_batches
-
-    def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
-        """Run a step.
-
-        Args:
-            program: computes forwards and backwards.
-            after: called after every backward.
-            reduce: called once, after the last backward.
-        """
-        step = _Step(self._stage, self._schedule, program, after)
-        step.register(reduce)
-        self._stage.has_backward = True
-        self._stage.clear_runtime_states()
-        self._schedule._step_microbatches([()] * self._count, [{}] * self._count, return_outputs=False)
-
-
-class _Step:
-    """The duties of torch's own computations: wait for what is received, keep what is to be sent."""
+    """The stages of a rank under a table; what they compute is a program's."""
 
     def __init__(
         self,
-        stage: PipelineStage,
-        schedule: _PipelineScheduleRuntime,
-        program: Program,
-        after: Callable[[], None],
+        module: nn.Module,
+        numbers: Sequence[int],
+        table: Table,
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        example: Tensor,
     ) -> None:
-        self._stage, self._schedule = stage, schedule
-        self._program, self._after = program, after
+        """`numbers` are this rank's stages; `example` has shape, dtype and device of what they hand on."""
+        count = len(table) * len(numbers)
+        self._stages = {number: make_stage(module, number, count, group, example) for number in numbers}
+        self._schedule = make_schedule(list(self._stages.values()), table, micro_batches)
+        self._count = micro_batches
 
-    def register(self, reduce: Callable[[], None]) -> None:
-        """Put this step's functions in the place of torch's; parameters are gathered by FSDP's own hooks."""
-        from torch.distributed.pipelining import schedules
+    def run(self, program: Program, after: Callable[[], None]) -> None:
+        """Run the table once; `after` is called after every backward and every part of one."""
+        step = _Step(self._stages, self._schedule, program, after)
+        step.register()
+        for stage in self._stages.values():
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._schedule._step_microbatches([()] * self._count, [{}] * self._count, return_outputs=False)
+        assert not step.handed, f"nobody took what was handed over: {sorted(step.handed)}"
 
-        functions: dict[Any, Any] = {
-            schedules.FORWARD: lambda action, context: self.forward(action.microbatch_index),
-            schedules.FULL_BACKWARD: lambda action, context: self.backward(action.microbatch_index),
-            schedules.UNSHARD: lambda action, context: None,
-            schedules.RESHARD: lambda action, context: None,
-            schedules.REDUCE_GRAD: lambda action, context: reduce(),
+
+@dataclass
+class _Step:
+    """The duties of torch's own computations: wait for what is received, keep what is to be sent."""
+
+    stages: Mapping[int, PipelineStage]
+    schedule: _PipelineScheduleRuntime
+    program: Program
+    after: Callable[[], None]
+    handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    """What a stage hands to its neighbour on this rank, to which torch sends nothing: activation (F) or
+    gradient (B), stage that takes it and micro-batch → tensor."""
+
+    def register(self) -> None:
+        """Put this step's functions in the place of torch's; what may overlap runs in order.
+
+        Parameters are gathered by FSDP's own hooks and reduced once, after all stages (ENG-16).
+        """
+        from torch.distributed.pipelining import schedules as s
+
+        compute: dict[Any, Callable[[int, int], None]] = {
+            s.FORWARD: self.forward,
+            s.FULL_BACKWARD: partial(self.backward, defer=False),
+            s.BACKWARD_INPUT: partial(self.backward, defer=True),
+            s.BACKWARD_WEIGHT: self.weights,
         }
-        self._schedule._comp_type_to_function_map.clear()
-        for kind, function in functions.items():
-            self._schedule.register_custom_function(kind, function)
 
-    def forward(self, index: int) -> None:
+        def run(action: Any, ctx: object) -> None:
+            for part in action.sub_actions or (action,):
+                compute[part.computation_type](part.stage_index, part.microbatch_index)
+
+        self.schedule._comp_type_to_function_map.clear()
+        for kind in (*compute, s.OVERLAP_F_B):
+            self.schedule.register_custom_function(kind, run)
+        for kind in (s.UNSHARD, s.RESHARD, s.REDUCE_GRAD):
+            self.schedule.register_custom_function(kind, lambda action, ctx: None)
+
+    def forward(self, number: int, index: int) -> None:
         """Compute a micro-batch from what the previous stage sent, and keep the result for the next one."""
-        received = None
-        if not self._stage.is_first:
-            _wait(self._schedule.fwd_recv_ops.pop((self._stage.stage_index, index)))
-            received = _buffer(self._stage.args_recv_info[index])
-        out = self._program.forward(self._stage.stage_index, index, received)
-        self._stage.fwd_cache[index] = ((out,), [])
+        stage, received = self.stages[number], None
+        if number - 1 in self.stages:
+            received = self.handed.pop(("F", number, index))
+        elif not stage.is_first:
+            received = _received(self.schedule.fwd_recv_ops.pop((number, index)), stage.args_recv_info[index])
+        out = self.program.forward(number, index, received)
+        if number + 1 in self.stages:
+            self.handed["F", number + 1, index] = out
+        else:
+            stage.fwd_cache[index] = ((out,), [])
 
-    def backward(self, index: int) -> None:
+    def backward(self, number: int, index: int, defer: bool) -> None:
         """Back through a micro-batch, from the loss or from what the next stage sent."""
-        self._stage.fwd_cache.pop(index)
-        gradient = None
-        if not self._stage.is_last:
-            _wait(self._schedule.bwd_recv_ops.pop((self._stage.stage_index, index)))
-            gradient = _buffer(self._stage.grad_recv_info[index])
-        found = self._program.backward(self._stage.stage_index, index, gradient, defer=False)
-        self._schedule.backward_counter[self._stage.stage_index] += 1
-        if found is not None:
-            self._stage.bwd_cache[index] = (found.contiguous(),)
-        self._after()
+        stage, gradient = self.stages[number], None
+        stage.fwd_cache.pop(index, None)
+        if number + 1 in self.stages:
+            gradient = self.handed.pop(("B", number, index))
+        elif not stage.is_last:
+            gradient = _received(self.schedule.bwd_recv_ops.pop((number, index)), stage.grad_recv_info[index])
+        found = self.program.backward(number, index, gradient, defer)
+        if found is not None and number - 1 in self.stages:
+            self.handed["B", number - 1, index] = found
+        elif found is not None:
+            stage.bwd_cache[index] = (found.contiguous(),)
+        self.schedule.backward_counter[number] += not defer
+        self.after()
+
+    def weights(self, number: int, index: int) -> None:
+        """The weight gradients that a backward left over."""
+        self.program.weights(number, index)
+        self.schedule.backward_counter[number] += 1
+        self.after()
 
 
-def make_stage(module: nn.Module, stages: int, group: dist.ProcessGroup, example: Tensor) -> PipelineStage:
-    """This rank's stage. Shapes are given, else torch runs the module to learn them (ENG-13)."""
+def make_stage(
+    module: nn.Module, number: int, stages: int, group: dist.ProcessGroup, example: Tensor
+) -> PipelineStage:
+    """A stage of this rank. Shapes are given, else torch runs the module to learn them (ENG-13)."""
     from torch.distributed.pipelining.stage import PipelineStage
 
-    rank = dist.get_rank(group)
-    device = example.device
     meta = torch.empty_like(example, device="meta")
-    return PipelineStage(
-        module, rank, stages, device, input_args=(meta.requires_grad_(),), output_args=(meta,), group=group
-    )
+    shapes: dict[str, Any] = {"input_args": (meta.requires_grad_(),), "output_args": (meta,)}
+    return PipelineStage(module, number, stages, example.device, group=group, **shapes)
 
 
-def make_schedule(stage: PipelineStage, table: Table, micro_batches: int) -> _PipelineScheduleRuntime:
-    """Torch's runtime for a table of ours, sends and receives added."""
+def make_schedule(stages: list[PipelineStage], table: Table, micro_batches: int) -> _PipelineScheduleRuntime:
+    """Torch's runtime for a table, sends and receives added; it learns from it which rank has which stage."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        [stage], micro_batches, loss_fn=_no_loss, scale_grads=False
+        stages, micro_batches, loss_fn=_no_loss, scale_grads=False
     )
-    schedule.pipeline_order = lowerable(table)
-    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    schedule._prepare_schedule_with_comms(to_torch(table))
     return schedule
 
 
-def lowerable(table: Table) -> dict[int, list[Any]]:
+def to_torch(table: Table) -> dict[int, list[Any]]:
     """A table in torch's action type."""
-    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining import schedules as s
 
-    kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
-    return {
-        rank: [schedules._Action(a.stage, kinds[a.kind], a.micro_batch) for a in actions]
-        for rank, actions in table.items()
-    }
+    def convert(turn: Turn) -> Any:
+        parts = tuple(s._Action(a.stage, s._ComputationType(a.kind), a.micro_batch) for a in turn)
+        return parts[0] if len(parts) == 1 else s._Action(-1, s.OVERLAP_F_B, None, parts)
+
+    return {rank: [convert(turn) for turn in turns] for rank, turns in table.items()}
+
+
+def torch_table(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> Table:
+    """The table of a schedule that torch has, without its stages; idle slots are left out."""
+    from torch.distributed.pipelining import schedules as s
+
+    kind: Any = {
+        "interleaved_1f1b": s.ScheduleInterleaved1F1B,
+        "zbv": s.ScheduleZBVZeroBubble,
+        "dualpipev": s.ScheduleDualPipeV,
+    }[schedule]
+    numbers = SimpleNamespace(
+        pp_group_size=ranks,
+        num_stages=ranks * per_rank,
+        n_local_stages=per_rank,
+        _n_microbatches=micro_batches,
+        microbatches_per_round=round_size(ranks, micro_batches),
+    )
+
+    def convert(action: Any) -> Turn:
+        parts = action.sub_actions or (action,)
+        return tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in parts)
+
+    orders = {rank: kind._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)}
+    return {rank: [convert(a) for a in order if a is not None] for rank, order in orders.items()}
 
 
 def reduce_gradients(root: nn.Module) -> None:
@@ -185,15 +235,13 @@ def _fill(group: Any) -> None:
             parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
 
-def _buffer(infos: Sequence[Any]) -> Tensor:
-    (info,) = infos
-    buffer: Tensor = info.buffer
-    return buffer
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
+def _received(works: Sequence[dist.Work], infos: Sequence[Any]) -> Tensor:
+    """The one tensor of a message, once it is here."""
     for work in works:
         work.wait()
+    (buffer,) = (info.buffer for info in infos)
+    assert isinstance(buffer, Tensor)
+    return buffer
 
 
 def _no_loss(*_: Any) -> Tensor:

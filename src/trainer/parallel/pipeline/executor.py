@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from src.config import Config
+from src.trainer.parallel import layout
 from src.trainer.parallel.pipeline.adapter import TorchPipeline
 from src.trainer.parallel.pipeline.program import Program
-from src.trainer.parallel.pipeline.schedule import TABLES
+from src.trainer.parallel.pipeline.tables import make_table
 from src.trainer.runtime import Runtime
 
-Forward = Callable[[Tensor | None], Tensor]
-"""What a stage received or None → what it sends on, or a result on the last stage."""
+Forward = Callable[[int, Tensor | None], Tensor]
+"""A stage's number, what it received or None → what it sends on, or a result on the last stage."""
 
 
 class Executor(Protocol):
@@ -27,7 +28,7 @@ class Executor(Protocol):
         ...
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
-        """One forward through all stages, without gradients; its result on the last stage, else None."""
+        """One forward through all stages, without gradients; its result where the last one is, else None."""
         ...
 
 
@@ -47,11 +48,11 @@ class Sequential:
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
         """See `Executor`."""
-        return forward(None)
+        return forward(0, None)
 
 
 class Pipelined:
-    """One stage on this rank."""
+    """One stage or several on this rank."""
 
     def __init__(
         self, model: nn.Module, config: Config, micro_batches: int, runtime: Runtime, dtype: torch.dtype
@@ -60,25 +61,34 @@ class Pipelined:
         assert group is not None
         shape = (config.micro_batch_size, config.sequence_length // config.mesh.cp, config.model.hidden_size)
         example = torch.empty(shape, dtype=dtype, device=runtime.device)
-        table = TABLES[config.pipeline.schedule](config.mesh.pp, micro_batches)
-        self._pipeline = TorchPipeline(model, table, micro_batches, group, example)
-        self._group, self._stage, self._stages = group, runtime.place.pp, config.mesh.pp
+        table = make_table(
+            config.pipeline.schedule, config.mesh.pp, layout.stages_per_rank(config), micro_batches
+        )
+        self._ranks = [layout.rank_of(config, stage) for stage in range(layout.stage_count(config))]
+        self._group, self._rank = group, runtime.place.pp
+        self._pipeline = TorchPipeline(
+            model, layout.stages_of(config, self._rank), table, micro_batches, group, example
+        )
 
     def run(self, program: Program, after: Callable[[], None], reduce: Callable[[], None]) -> None:
         """See `Executor`."""
-        self._pipeline.run(program, after, reduce)
+        self._pipeline.run(program, after)
+        reduce()
 
     def infer(self, forward: Forward, example: Tensor) -> Tensor | None:
         """See `Executor`; `example` has shape, dtype and device of what travels."""
-        received = None
-        if self._stage > 0:
-            received = torch.empty_like(example)
-            dist.recv(received, group=self._group, group_src=self._stage - 1)
-        out = forward(received)
-        if self._stage == self._stages - 1:
-            return out
-        dist.send(out.contiguous(), group=self._group, group_dst=self._stage + 1)
-        return None
+        held: Tensor | None = None
+        for stage, rank in enumerate(self._ranks):
+            if rank != self._rank:
+                continue
+            if stage and self._ranks[stage - 1] != rank:
+                held = torch.empty_like(example)
+                dist.recv(held, group=self._group, group_src=self._ranks[stage - 1])
+            held = forward(stage, held)
+            if stage + 1 < len(self._ranks) and self._ranks[stage + 1] != rank:
+                dist.send(held.contiguous(), group=self._group, group_dst=self._ranks[stage + 1])
+                held = None
+        return held
 
 
 def make_executor(
