@@ -13,11 +13,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 from src import reserved
-from src.composer import FAILURES, ROOT, Composer
+from src.composer import FAILURES, ROOT, Composer, Tree
 from src.config import Config
 from src.digest import config_digest, flatten, identity
 from src.errors import Problem, UserError
 from src.machine import find_machine
+from src.match import size_like
 from src.models.schema import FAMILIES
 from src.resolve import resolve
 from src.tree import dump_config, load_config, raise_all, typed
@@ -55,8 +56,9 @@ def config_loader() -> Iterator[ConfigLoader]:
 def compose(overrides: Sequence[str]) -> Composed:
     """Compose, check and resolve one run; raises `UserError` with every problem at once."""
     with config_loader() as loader:
-        tree = Composer(loader).compose(overrides)
-        return Composed(finish(typed(tree.config)), tree.is_multirun)
+        composer = Composer(loader)
+        tree = composer.compose(overrides)
+        return Composed(finish(_sized(tree, composer, overrides)), tree.is_multirun)
 
 
 def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Config]:
@@ -73,13 +75,20 @@ def compose_jobs(loader: ConfigLoader, jobs: Sequence[Sequence[str]]) -> list[Co
     configs, problems = [], []
     for job in jobs:
         try:
-            configs.append(finish(typed(composer.compose(job).config)))
+            configs.append(finish(_sized(composer.compose(job), composer, job)))
         except UserError as error:
             problems += [
                 Problem(f"[{' '.join(job)}] {p.key}", p.message, p.fix, p.rule) for p in error.problems
             ]
     raise_all(problems or _same_jobs(jobs) or _shared_names(configs))
     return configs
+
+
+def _sized(tree: Tree, composer: Composer, overrides: Sequence[str]) -> Config:
+    """The typed config; a model that follows another preset has its sizes."""
+    config = typed(tree.config)
+    size_like(config, composer, overrides)
+    return config
 
 
 def _same_jobs(jobs: Sequence[Sequence[str]]) -> list[Problem]:

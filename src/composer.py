@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from src import overrides as lines
-from src.conf_files import Source, check_file
+from src.conf_files import Source, check_file, read
 from src.errors import Problem, UserError
 from src.fields import schema_of
 from src.models.schema import FAMILIES
@@ -86,6 +86,7 @@ class Composer:
         self._repositories: dict[tuple[str, ...], CachingConfigRepository] = {}
         self._lists: dict[tuple[str, ...], DefaultsList] = {}
         self._trees: dict[tuple[str, ...], Tree] = {}
+        self._written: dict[tuple[str, ...], frozenset[str]] = {}
 
     def problems(self, overrides: Sequence[str], multirun: bool) -> list[Problem]:
         """Everything wrong with the overrides, all values of a sweep, and the files they choose."""
@@ -102,6 +103,21 @@ class Composer:
         except FAILURES as error:
             raise UserError([Problem("composition", _first_lines(error))]) from error
         return Tree(config, tree.is_multirun)
+
+    def options(self, group: str) -> list[str]:
+        """Names of a group's options that have files."""
+        return self._groups.options(group)
+
+    def given(self, overrides: Sequence[str]) -> frozenset[str]:
+        """Keys that somebody set: by overrides, and by any file but that of the model's family itself."""
+        request = self._request(overrides)
+        chosen = self._choices(request, multirun=False)
+        if chosen.lines not in self._written:
+            own, known = (f"model/{chosen.family}", "model"), schema_of(chosen.family)
+            files = [item for item in self._files(chosen.lines) if item != own]
+            sources = _sources(self._loader, files)
+            self._written[chosen.lines] = frozenset(key.key for s in sources for key in read(s, known))
+        return self._written[chosen.lines] | {item.key for item in request.values}
 
     def _request(self, overrides: Sequence[str]) -> _Request:
         parsed = [self._parse(line) for line in overrides]

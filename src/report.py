@@ -1,4 +1,4 @@
-"""`report.md`, `report.json` and `loss.png`, made from run directories alone (REPORT)."""
+"""`report.md`, `report.json`, `loss.png` and `heldout.png`, made from run directories alone (REPORT)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from src.report_facts import (
     row,
     swept_keys,
 )
+from src.report_seeds import MEASURES, by_seed, seed_table
 
 SCHEMA = 1
 COLUMNS = ("state", "exit_code", "steps", "last_loss", "best_loss", "heldout_loss", "tokens_per_s")
@@ -95,13 +96,21 @@ def write_sweep_report(directory: Path, runs: list[RunFacts], unread: list[str],
     rows = [{**{key: run.overrides.get(key) for key in keys}, **row(run)} for run in runs]
     averages = [average(group) for group in found]
     facts = {"schema": SCHEMA, "kind": "sweep", "swept": keys, "runs": rows, "groups": averages}
-    write_json(directory / "report.json", {**facts, "notes": notes, "meshes": meshes})
-    write_atomic(directory / "report.md", sweep_text(directory, keys, rows, found, averages, notes, meshes))
+    facts |= {"by_seed": by_seed(found), "notes": notes, "meshes": meshes}
+    write_json(directory / "report.json", facts)
+    write_atomic(directory / "report.md", sweep_text(directory, keys, rows, found, notes, meshes))
     if figure and found:
-        from src.figures import sweep_figure
+        from src.figures import heldout_figure, sweep_figure
 
         sweep_figure(directory / "loss.png", found)
+        if has_curves(found):
+            heldout_figure(directory / "heldout.png", found)
     return directory / "report.md"
+
+
+def has_curves(found: list[Group]) -> bool:
+    """Whether every run was evaluated during training, so that held-out curves can be drawn."""
+    return all(len(run.evaluations) > 2 for group in found for run in group.runs)
 
 
 def sweep_text(
@@ -109,21 +118,15 @@ def sweep_text(
     keys: list[str],
     rows: list[Record],
     found: list[Group],
-    averages: list[Record],
     notes: list[str],
     meshes: list[Record],
 ) -> str:
     """Markdown of a sweep: its runs, means over seeds, what was not averaged, differences between meshes."""
     header, cells = sweep_table(keys, rows)
     parts = [f"# {directory.name}", table(header, cells)]
-    parts += ["![loss](loss.png)", "## Mean ± sd over seed"] if found else ["No run is done."]
-    names = [group.name for group in found]
-    lines = [
-        [name, show(a["n"]), *(spread(a.get(v)) for v in AVERAGED)]
-        for name, a in zip(names, averages, strict=True)
-    ]
-    parts += [table(["", "n", *AVERAGED], lines)] if found else []
-    parts += notes
+    parts += ["![loss](loss.png)"] if found else ["No run is done."]
+    parts += ["![held out](heldout.png)"] if found and has_curves(found) else []
+    parts += [*comparison(found), *notes]
     if meshes:
         parts += [
             "## Meshes: largest relative difference from the first",
@@ -131,6 +134,19 @@ def sweep_text(
             f"Judged are the first {JUDGED_STEPS} steps: rounding alone grows from step to step after that.",
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def comparison(found: list[Group]) -> list[str]:
+    """Headed tables: each group's means over the seeds, and the groups at each seed that they share."""
+    if not found:
+        return []
+    averages = [(group.name, average(group)) for group in found]
+    lines = [[name, show(a["n"]), *(spread(a.get(v)) for v in AVERAGED)] for name, a in averages]
+    parts = ["## Mean ± sd over seed", table(["", "n", *AVERAGED], lines)]
+    compared = by_seed(found)
+    if compared is not None:
+        parts += [f"## By seed: {MEASURES[compared['measure']]}", table(*seed_table(compared))]
+    return parts
 
 
 def sweep_table(keys: list[str], rows: list[Record]) -> tuple[list[str], list[list[str]]]:

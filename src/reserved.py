@@ -7,7 +7,7 @@ from src.errors import Problem
 
 RESERVED: dict[str, dict[str, str]] = {
     "model": dict.fromkeys(
-        ("deepseek_v3", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe", "dense"),
+        ("deepseek_v3", "qwen3_5_moe", "kimi_linear", "mixtral", "olmoe"),
         "this family is not written yet",
     ),
     "backend": {

@@ -9,7 +9,14 @@ from src.config import Config
 from src.errors import Problem, UserError
 from src.models.convert.table import CONVERSIONS
 from src.models.hf import is_windowed
-from src.models.schema import DeepseekV2Config, GptOssConfig, HfConfig, ModelConfig, Qwen3MoeConfig
+from src.models.schema import (
+    DeepseekV2Config,
+    DenseConfig,
+    GptOssConfig,
+    HfConfig,
+    ModelConfig,
+    Qwen3MoeConfig,
+)
 from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
@@ -163,10 +170,12 @@ def _sizes(model: ModelConfig) -> Rows:
         return _deepseek(model)
     if isinstance(model, GptOssConfig):
         return _gpt_oss(model)
+    if isinstance(model, DenseConfig):
+        return _dense(model)
     return _qwen3_moe(model) if isinstance(model, Qwen3MoeConfig) else []
 
 
-def _grouped_heads(m: Qwen3MoeConfig | GptOssConfig) -> Rows:
+def _grouped_heads(m: Qwen3MoeConfig | GptOssConfig | DenseConfig) -> Rows:
     """Heads of grouped-query attention that contradict each other (ATT-2, ATT-4)."""
     heads, kv = m.num_heads, m.num_kv_heads
     return [
@@ -201,6 +210,16 @@ def _gpt_oss(m: GptOssConfig) -> Rows:
         (
             *(dense != 0, "model.intermediate_size"),
             *(f"{dense}, but every layer of this family has experts", "0; model.expert_size is", "TRAP-6"),
+        ),
+    ]
+
+
+def _dense(m: DenseConfig) -> Rows:
+    return [
+        *_grouped_heads(m),
+        (
+            *(m.intermediate_size < 1, "model.intermediate_size"),
+            *(f"{m.intermediate_size} is no width of an FFN", "at least 1", "DENSE-1"),
         ),
     ]
 

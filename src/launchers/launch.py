@@ -33,6 +33,7 @@ from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
 from src.machine import find_machine
+from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
 from src.runs import Claim
@@ -98,8 +99,9 @@ def find_and_run(launch: Launch) -> int:
     console = launch.console
     for warning in unknown_names(os.environ):
         console.error(warning)
-    with console.phase("plan"):
+    with console.phase("plan") as words:
         plan = make_plan(launch.config, launch.overrides)
+        words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
     for notice in plan.notices:

@@ -7,7 +7,7 @@ from math import prod
 
 from src.config import Config
 from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, GptOssConfig, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, Qwen3MoeConfig
 from src.trainer.parallel.layout import (
     Coordinates,
     coordinates,
@@ -20,6 +20,8 @@ from src.trainer.parallel.layout import (
 )
 from src.trainer.parallel.pipeline.schedule import peak_live
 
+Known = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig | DenseConfig
+"""Families of ours, whose activations are counted."""
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "bf16": 2}
@@ -150,15 +152,21 @@ def _live(config: Config, pp: int) -> int:
 def _layer_numbers(config: Config) -> int:
     """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
     model = config.model
-    if not isinstance(model, DeepseekV2Config | Qwen3MoeConfig | GptOssConfig):
+    if not isinstance(model, Known):
         return 16 * model.hidden_size
     scores = 2 * model.num_heads * config.sequence_length
+    return 8 * model.hidden_size + _head_numbers(model) + scores + _ffn_numbers(model)
+
+
+def _ffn_numbers(model: Known) -> int:
+    """Gate, up, their product and the output: of the dense FFN, or of each expert that a token visits."""
+    if isinstance(model, DenseConfig):
+        return 3 * model.intermediate_size + model.hidden_size
     shared = model.num_shared_experts if isinstance(model, DeepseekV2Config) else 0
-    rows = (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
-    return 8 * model.hidden_size + _head_numbers(model) + scores + rows
+    return (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
 
 
-def _head_numbers(model: DeepseekV2Config | Qwen3MoeConfig | GptOssConfig) -> int:
+def _head_numbers(model: Known) -> int:
     """Queries, keys, values and what attention gives, of one token."""
     if not isinstance(model, DeepseekV2Config):
         return 2 * (model.num_heads + model.num_kv_heads) * model.head_dim

@@ -20,6 +20,7 @@ from src.launchers.memory import RankMemory, layers_of, precision_name, rank_mem
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
+from src.models import twin
 from src.models.counts import count
 from src.naming import run_name
 from src.trainer.data.keys import Corpora, data_key
@@ -71,6 +72,8 @@ class LaunchPlan:
     ranks: list[RankPlan]
     parameters: dict[str, int]
     """Of the whole model: total, and active per token."""
+    match: dict[str, str | int] | None
+    """What `model.match` asks for and what the model counts; null without it."""
     batch: dict[str, int]
     """Samples, micro-batches, data ranks, and tokens of a step."""
     data_key: str | None
@@ -107,6 +110,7 @@ class LaunchPlan:
                 "model",
                 f"{self.parameters['total']:,} parameters, {self.parameters['active']:,} active per token",
             ),
+            *([("match", twin.words(self.match))] if self.match else []),
             (
                 "mesh",
                 f"{self.mesh['spec']}: {self.world} rank{'s' * (self.world > 1)} on {self.platform}{nodes}",
@@ -174,6 +178,7 @@ def make_plan(
         mesh=asdict(config.mesh),
         ranks=ranks,
         parameters={"total": counts.total, "active": counts.active},
+        match=twin.description(config.model, config.sequence_length),
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),

@@ -37,8 +37,8 @@ from src.launchers.ranks import WORKER
 from src.launchers.settle import fail
 from src.launchers.watch import LOOK, Signals
 from src.machine import HIDING, find_machine
-from src.report import show, table, write_report
-from src.report_facts import read_run, row
+from src.report import comparison, show, table, write_report
+from src.report_facts import find_runs, groups, read_run, row
 from src.status import Status
 from src.trainer.data.keys import Corpora
 
@@ -251,7 +251,18 @@ class Sweep:
         if any(job.path is not None and (job.path / "config.yaml").is_file() for job in self._jobs):
             self._report(figure=True)
         self._console.line("\n" + summary(self._jobs))
+        self._compare()
         self._console.line(f"report     {self._directory / 'report.md'}")
+
+    def _compare(self) -> None:
+        """The groups' means over seeds, and seed by seed, if any group has several."""
+        try:
+            found, _ = groups(find_runs(self._directory)[0])
+            parts = comparison(found) if any(len(group.runs) > 1 for group in found) else []
+        except Exception as error:
+            parts = [f"no comparison: {type(error).__name__}: {error}"]
+        for part in parts:
+            self._console.line("\n" + part.removeprefix("## "))
 
 
 def leave_failure(job: Job, code: int, kind: str, message: str) -> Path:

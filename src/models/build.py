@@ -16,6 +16,7 @@ FAMILIES = {
     "deepseek_v2": "src.models.deepseek_v2:DeepseekV2",
     "qwen3_moe": "src.models.qwen3_moe:Qwen3Moe",
     "gpt_oss": "src.models.gpt_oss:GptOss",
+    "dense": "src.models.dense:Dense",
 }
 
 

@@ -12,6 +12,7 @@ from src.models.names import is_bias, is_expert_stack, is_moe_layer, parameters,
 if TYPE_CHECKING:
     from src.models.schema import (
         DeepseekV2Config,
+        DenseConfig,
         GptOssConfig,
         HfConfig,
         ModelConfig,
@@ -90,7 +91,7 @@ def _latent_widths(config: DeepseekV2Config) -> int:
     return config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
 
 
-def _grouped_widths(config: Qwen3MoeConfig | GptOssConfig | HfConfig) -> int:
+def _grouped_widths(config: Qwen3MoeConfig | GptOssConfig | DenseConfig | HfConfig) -> int:
     return config.num_heads * 2 * config.head_dim
 
 
@@ -99,6 +100,7 @@ _HEAD_WIDTHS: dict[str, Callable[..., int]] = {
     "deepseek_v2": _latent_widths,
     "qwen3_moe": _grouped_widths,
     "gpt_oss": _grouped_widths,
+    "dense": _grouped_widths,
     "hf": _grouped_widths,
 }
 

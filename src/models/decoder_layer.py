@@ -1,4 +1,4 @@
-"""The decoder layer of the families with routed experts: router, experts, and the layer cut in its stages.
+"""The decoder layer of most families: router, experts or a dense FFN, and the layer cut in its stages.
 
 A family gives its attention, its routing rule and its shared expert, if it has one. Letters as in `protocol`.
 """
@@ -15,7 +15,7 @@ from src.kernels.registry import Ops
 from src.kernels.route import Routed
 from src.models.layers import ROUTER, ROUTER_BIAS, Experts, ParamSpec, RMSNorm, SwiGLU
 from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
-from src.models.schema import MoeConfig
+from src.models.schema import ModelConfig, MoeConfig
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MoE(nn.Module):
 class DecoderLayer(nn.Module):
     """x += attention(norm x); x += ffn(norm x), in the stages of `protocol.Layer`."""
 
-    def __init__(self, config: MoeConfig, attention: nn.Module, mlp: MoE | SwiGLU, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: MoE | SwiGLU, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         self.is_moe = isinstance(mlp, MoE)

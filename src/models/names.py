@@ -16,6 +16,7 @@ from src.models import hf
 if TYPE_CHECKING:
     from src.models.schema import (
         DeepseekV2Config,
+        DenseConfig,
         GptOssConfig,
         HfConfig,
         ModelConfig,
@@ -146,19 +147,24 @@ def _gpt_oss_layer(config: GptOssConfig, index: int) -> Shapes:
     return shapes | {"mlp.experts.gate_up_bias": (E, 2 * F), "mlp.experts.down_bias": (E, D)}
 
 
-def _decoder_layer(config: MoeConfig, index: int, attention: Shapes) -> Shapes:
+def _dense_layer(config: DenseConfig, index: int) -> Shapes:
+    return _decoder_layer(config, index, _grouped_attention(config))
+
+
+def _decoder_layer(config: MoeConfig | DenseConfig, index: int, attention: Shapes) -> Shapes:
     """Norms, attention, and the dense FFN or the routed experts of a pre-norm layer."""
-    D, E, F = config.hidden_size, config.num_experts, config.expert_size
+    D = config.hidden_size
     shapes: Shapes = {"input_layernorm.weight": (D,)}
     shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes["post_attention_layernorm.weight"] = (D,)
     if not is_moe_layer(config, index):
         return shapes | _swiglu("mlp", D, config.intermediate_size)
+    E, F = config.num_experts, cast("MoeConfig", config).expert_size
     shapes["mlp.gate.weight"] = (E, D)
     return shapes | {"mlp.experts.gate_up": (E, 2 * F, D), "mlp.experts.down": (E, D, F)}
 
 
-def _grouped_attention(config: Qwen3MoeConfig | GptOssConfig) -> Shapes:
+def _grouped_attention(config: Qwen3MoeConfig | GptOssConfig | DenseConfig) -> Shapes:
     """Its four projections; keys and values have heads of their own number."""
     D, C, bias = config.hidden_size, config.head_dim, config.attention_bias
     q_width, kv_width = config.num_heads * C, config.num_kv_heads * C
@@ -212,11 +218,13 @@ _LAYERS: dict[str, Callable[..., Shapes]] = {
     "deepseek_v2": _deepseek_v2_layer,
     "qwen3_moe": _qwen3_moe_layer,
     "gpt_oss": _gpt_oss_layer,
+    "dense": _dense_layer,
 }
 _IS_MOE: dict[str, Callable[..., bool]] = {
     "deepseek_v2": _after_first_dense,
     "qwen3_moe": _by_list_or_step,
     "gpt_oss": lambda config, index: True,
+    "dense": lambda config, index: False,
     "hf": lambda config, index: False,  # Its routers are its own; nothing of ours looks at them.
 }
 _WINDOWS: dict[str, Callable[..., int | None]] = {

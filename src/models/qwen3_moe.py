@@ -15,13 +15,13 @@ from src.models.decoder_layer import DecoderLayer, MoE, Router, RoutingRule
 from src.models.layers import Experts, Linear, RMSNorm, Rotary, SwiGLU, attend
 from src.models.names import is_moe_layer
 from src.models.protocol import Batch
-from src.models.schema import Qwen3MoeConfig, YarnConfig
+from src.models.schema import DenseConfig, Qwen3MoeConfig, YarnConfig
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention, queries and keys normed per head before they are rotated (ATT-4)."""
+    """Grouped-query attention, queries and keys normed per head before they are rotated (ATT-4), or not."""
 
-    def __init__(self, config: Qwen3MoeConfig, ops: Ops) -> None:
+    def __init__(self, config: Qwen3MoeConfig | DenseConfig, ops: Ops, normed: bool = True) -> None:
         super().__init__()
         D, H, G, C = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.config, self.ops = config, ops
@@ -30,8 +30,8 @@ class GroupedAttention(nn.Module):
         self.k_proj = Linear(D, G * C, ops, config.attention_bias)
         self.v_proj = Linear(D, G * C, ops, config.attention_bias)
         self.o_proj = Linear(H * C, D, ops, config.attention_bias)
-        self.q_norm = RMSNorm(C, config.rms_norm_eps, ops)
-        self.k_norm = RMSNorm(C, config.rms_norm_eps, ops)
+        self.q_norm = RMSNorm(C, config.rms_norm_eps, ops) if normed else nn.Identity()
+        self.k_norm = RMSNorm(C, config.rms_norm_eps, ops) if normed else nn.Identity()
         self.rotary = Rotary(C, config.rope_theta, YarnConfig())
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
@@ -50,6 +50,12 @@ class GroupedAttention(nn.Module):
         v_BSGC = self.v_proj(x_BSD).unflatten(-1, per_head)
         q_BSHC, k_BSGC = (rope(x, cos_BSR, sin_BSR, interleaved=False) for x in (q_BSHC, k_BSGC))
         return q_BSHC, k_BSGC, v_BSGC
+
+
+def attention_need(config: Qwen3MoeConfig | DenseConfig) -> Need:
+    """What grouped-query attention asks of the operation."""
+    features = {"packed"} if config.num_kv_heads == config.num_heads else {"packed", "gqa"}
+    return Need(frozenset(features), {"key": config.head_dim, "value": config.head_dim})
 
 
 class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
@@ -71,8 +77,7 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
     @staticmethod
     def needs(config: Qwen3MoeConfig) -> dict[str, Need]:
         """What this model asks of the operations whose implementations differ in ability."""
-        features = {"packed"} if config.num_kv_heads == config.num_heads else {"packed", "gqa"}
         return {
-            "attention": Need(frozenset(features), {"key": config.head_dim, "value": config.head_dim}),
+            "attention": attention_need(config),
             "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
         }

@@ -160,6 +160,28 @@ class GptOssConfig(MoeConfig):
 
 
 @dataclass
+class DenseConfig(ModelConfig):
+    """Llama-like: grouped-query attention and a SwiGLU in every layer, no experts."""
+
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Heads of keys and values; each serves num_heads/num_kv_heads query heads."""
+    head_dim: int = 24
+    """Width of a head, whatever hidden_size is."""
+    attention_bias: bool = False
+    """Bias on the four projections of attention."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    intermediate_size: int = 176
+    """Width of the FFN."""
+    match: str | None = None
+    """`PRESET:active` or `PRESET:flops`: take the sizes of that model, and as many parameters or FLOPs."""
+    match_target: int | None = None
+    """Active parameters, or FLOPs per token, that `match` asks for; set when a run is composed."""
+
+
+@dataclass
 class HfConfig(ModelConfig):
     """A causal language model of transformers, described by a directory; for backend=transformers.
 
@@ -182,6 +204,7 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt_oss": GptOssConfig,
+    "dense": DenseConfig,
     "hf": HfConfig,
 }
 """The config class that `model.family` names (CFG-9)."""

@@ -22,7 +22,7 @@ from src.trainer.runtime import join, start
 from tests.backends.compare import SINGLE, Choice, measure, trace_of
 from tests.distributed import laws, world
 from tests.distributed.batches import step_batch
-from tests.distributed.configs import BATCHES, MESHES, Case
+from tests.distributed.configs import BATCHES, MESHES, MODELS, Case
 from tests.distributed.laws import worst
 from tests.distributed.reference import Trace
 
@@ -48,6 +48,7 @@ CHOICES = {
         experts="auto",
         model={"hidden_size": 48, "expert_size": 24, "attention_bias": False},
     ),
+    "dense": Choice(attention="auto", experts="auto"),
 }
 FAST = ("eager", "sdpa", "grouped_mm", "qwen3_moe", "gpt_oss")
 """The others change what is mapped by name, and take a native trace each."""
@@ -73,7 +74,7 @@ def case(batch: str, family: str = "deepseek_v2") -> Case:
 
 def family(name: str) -> str:
     """The model family of a choice."""
-    return next((other for other in ("qwen3_moe", "gpt_oss") if name.startswith(other)), "deepseek_v2")
+    return next((known for known in MODELS if name.startswith(known)), "deepseek_v2")
 
 
 ROWS = [

@@ -210,7 +210,7 @@ def test_globs_see_files_only() -> None:
     """HYD-15: neither sizes nor specs."""
     with config_loader() as loader:
         assert isinstance(loader, ConfigLoader)
-        families = ["deepseek_v2", "gpt_oss", "hf", "qwen3_moe"]
+        families = ["deepseek_v2", "dense", "gpt_oss", "hf", "qwen3_moe"]
         assert loader.get_group_options("model", ObjectType.CONFIG) == families
         assert loader.get_group_options("mesh", ObjectType.CONFIG) == ["auto", "single"]
 

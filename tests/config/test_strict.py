@@ -182,7 +182,7 @@ def test_no_option_reads_as_a_bool() -> None:
     parts = {part for key in KNOWN.leaves for part in key.split(".")}
     files = {file.stem for file in compose.CONF.rglob("*.yaml")}
     assert not words & (members | parts | files)
-    assert set(FAMILIES) == {"deepseek_v2", "qwen3_moe", "gpt_oss", "hf"}
+    assert set(FAMILIES) == {"deepseek_v2", "qwen3_moe", "gpt_oss", "dense", "hf"}
 
 
 @pytest.mark.parametrize(

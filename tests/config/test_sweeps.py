@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +19,7 @@ from src.config import Config
 from src.errors import UserError
 from src.launchers.jobs import Job
 from src.launchers.sweep import plan_jobs
+from src.models.counts import count
 from src.trainer.data import keys
 
 MIXED = [
@@ -113,6 +115,35 @@ def test_a_dry_run_of_a_sweep(
     assert names == [f"seed-{seed}-mesh-{mesh}" for seed in (0, 1) for mesh in ("single", "ep2")]
     assert [plan["world"] for plan in plans] == [1, 2, 1, 2]
     assert os.listdir(tmp_path) == []
+
+
+def test_an_experiment_says_what_is_swept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DENSE-1, SWEEP-9: two models at three seeds by `-m` alone; typed values win over those of the file."""
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "dry_run=true", "experiment=ten_minutes", "data=synthetic", "tokenizer=none"]
+    for typed_too, seeds in (([], (0, 1, 2)), (["seed=4,5"], (4, 5))):
+        assert main([*words, *typed_too]) == 0
+        plans = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+        names = [Path(plan["run_directory"]).name for plan in plans]
+        assert names[: len(seeds)] == [f"model-deepseek_v2-seed-{seed}" for seed in seeds]
+        assert [name.rpartition("-")[0] for name in names[len(seeds) :]] == [
+            f"model-dense-twin-seed-{seed}" for seed in seeds
+        ]
+        assert {str(plan["match"]["wanted"]) for plan in plans[len(seeds) :]} == {
+            str(plans[0]["parameters"]["active"])
+        }
+
+
+def test_the_ten_minutes_are_fair() -> None:
+    """DENSE-1: the two models meet the same data, tokenizer, steps, tokens, schedule and learning rate."""
+    jobs = [[f"model={model}", "experiment=ten_minutes"] for model in ("deepseek_v2", "dense/twin")]
+    with config_loader() as loader:
+        mixture, twin = compose_jobs(loader, jobs)
+    assert replace(mixture, model=twin.model) == twin
+    wanted, found = count(mixture.model).active, count(twin.model).active
+    assert abs(found / wanted - 1) < 1e-3
 
 
 def test_all_bad_jobs_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ GPT_OSS: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
+DENSE: list[tuple[dict[str, object], str, str]] = [
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads", "ATT-4"),
+    ({"model.head_dim": 15}, "model.head_dim", "ATT-2"),
+    ({"model.intermediate_size": 0}, "model.intermediate_size", "DENSE-1"),
+    ({"mesh.ep": 2}, "mesh.ep", "experts"),
+]
+
+
 @pytest.fixture(scope="module")
 def gpt_oss() -> Config:
     """The tiny gpt-oss as a command composes it."""
@@ -96,6 +104,12 @@ def test_bad_sizes_of_gpt_oss(gpt_oss: Config, changes: dict[str, object], key: 
     """CFG-2: one problem each; a window longer than the sample is none."""
     assert validate(changed(gpt_oss, {"model.sliding_window": 4096})) == []
     assert [(key, rule)] == [(problem.key, problem.rule) for problem in validate(changed(gpt_oss, changes))]
+
+
+@pytest.fixture(scope="module")
+def dense() -> Config:
+    """The tiny dense model as a command composes it, with the default balance."""
+    return compose(["model=dense"]).config
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +147,13 @@ def test_bad_sizes_of_qwen3_moe(qwen: Config, changes: dict[str, object], key: s
     """CFG-2: one problem each, and none for what is right."""
     assert validate(qwen) == []
     assert [(key, rule)] == [(problem.key, problem.rule) for problem in validate(changed(qwen, changes))]
+
+
+@pytest.mark.parametrize(("changes", "key", "rule"), DENSE, ids=[str(row[0]) for row in DENSE])
+def test_bad_sizes_of_dense(dense: Config, changes: dict[str, object], key: str, rule: str) -> None:
+    """CFG-2: one problem each; a balance without experts to keep in use is none."""
+    assert (dense.balance.kind, validate(dense)) == ("sequence", [])
+    assert [(key, rule)] == [(problem.key, problem.rule) for problem in validate(changed(dense, changes))]
 
 
 def test_edges_of_qwen3_moe_pass(qwen: Config) -> None:

@@ -13,17 +13,18 @@ from src.config import (
     PrecisionConfig,
     RecomputeConfig,
 )
-from src.models.schema import MoeConfig
+from src.models.schema import ModelConfig
 from src.trainer.parallel.rules import STAGES_PER_RANK
 from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
 Key = tuple[str, str, str]
 """Family, batch and precision: what the oracle of a case depends on."""
-MODELS: dict[str, MoeConfig] = {
+MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
     "gpt_oss": odd.gpt_oss(num_layers=4, num_experts=10),
+    "dense": odd.dense(num_layers=4),
 }
 
 
@@ -42,7 +43,7 @@ class Case:
     """The model family."""
     recompute: str = "none"
     """What is computed again."""
-    model: MoeConfig | None = None
+    model: ModelConfig | None = None
     """Another model than the family's."""
 
     @property
@@ -119,8 +120,11 @@ experts' 1/2 (ENG-3)."""
 
 OTHERS = ("qwen3_moe", "gpt_oss")
 FAMILIES = {
-    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in OTHERS],
-    2: [Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)],
+    1: [Case(MESHES[1][0], "1f1b", "packed", "fp64", family=family) for family in (*OTHERS, "dense")],
+    2: [
+        *(Case(mesh, "1f1b", "packed", "fp64", family=family) for family in OTHERS for mesh in (DP2, EP2)),
+        *(Case(mesh, "1f1b", "packed", "fp64", family="dense") for mesh in (DP2, REP2, PP2)),
+    ],
     4: [
         *(Case(MESHES[4][0], "1f1b", batch, "fp64", family=family) for family in OTHERS for batch in BATCHES),
         Case(MeshConfig("dp4", dp=4), "1f1b", "packed", "fp64", family="gpt_oss"),
@@ -154,6 +158,7 @@ MORE_CONTEXT = {
         *(Case(CP2, "1f1b", batch, "fp32") for batch in ("packed12", "dense12")),
         Case(CP2, "1f1b", "packed12", "fp64", family="qwen3_moe"),
         Case(CP2, "1f1b", "dense12", "fp64"),
+        Case(CP2, "1f1b", "packed12", "fp64", family="dense"),
     ],
     4: [Case(mesh, "gpipe", batch, "fp64", family=family) for mesh in CUT_BY_TWO for family, batch in CUT],
 }

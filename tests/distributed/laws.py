@@ -98,7 +98,9 @@ def heldout(case: Case, runtime: Runtime, backend: NativeBackend) -> float:
 
 
 def apart(value: float, expected: float, limit: float) -> float:
-    """Relative distance of two numbers, in limits; infinite where not a number."""
+    """Relative distance of two numbers, in limits; infinite where not a number, or not 0 where it must be."""
+    if expected == 0:
+        return 0.0 if value == 0 else math.inf
     distance = abs(value - expected) / abs(expected) / limit
     return distance if math.isfinite(distance) else math.inf
 

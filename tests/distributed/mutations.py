@@ -191,6 +191,7 @@ def on(spec: str, batch: str = "packed", precision: str = "fp64", family: str = 
 MUTATIONS: Mapping[str, tuple[Any, Case, str]] = {
     "router_grad": (router_grad, on("ep2"), "gradient"),
     "residual_grad": (residual_grad, on("pp2"), "gradient"),
+    "residual_grad, dense": (residual_grad, on("pp2", family="dense"), "gradient"),
     "renorm_grad": (renorm_grad, on("ep2", family="qwen3_moe"), "gradient"),
     "sink_grad": (sink_grad, on("ep2", family="gpt_oss"), "gradient"),
     "window one more": (window(1), on("dp2", family="gpt_oss"), "loss"),

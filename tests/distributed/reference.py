@@ -129,7 +129,8 @@ def one_step(
 ) -> dict[int, Tensor]:
     """Forward and backward of the global batch; appends to `trace`, returns f of this step by layer."""
     n_tokens = sum(int((m.labels_BS != -100).sum()) for m in batch)
-    total, aux, z, counts, loss = 0.0, 0.0, 0.0, {}, 0.0
+    zero = torch.zeros((), dtype=torch.float64)
+    total, aux, z, counts, loss = 0.0, zero, zero, {}, 0.0
     for m in batch:
         recorder = Recorder()
         hidden = forward(config, model, m, recorder)
@@ -148,7 +149,9 @@ def one_step(
     trace.losses.append(float(loss.detach()))
     trace.aux.append(float(aux.detach()))
     trace.z.append(float(z.detach()))
-    trace.counts.append(torch.stack([counts[layer] for layer in sorted(counts)]))
+    rows = [counts[layer] for layer in sorted(counts)]
+    empty = torch.zeros(0, config.model.num_experts, dtype=torch.int64)
+    trace.counts.append(torch.stack(rows) if rows else empty)
     norms = [p.grad.double().norm() for p in model.parameters()]
     trace.norms.append(float(torch.stack(norms).norm()))
     return {layer: c.double() / c.sum() for layer, c in counts.items()}

@@ -16,7 +16,7 @@ from src.code_identity import CHECKOUT
 from src.compose import compose, dump_config
 from src.config import Config
 from src.errors import UserError
-from src.figures import mean_and_band
+from src.figures import level, mean_and_band
 from src.launchers.bar import Progress
 from src.launchers.closing import (
     closing_screen,
@@ -31,6 +31,7 @@ from src.launchers.console import clock
 from src.records import LineReader, read_steps
 from src.report import spread, write_report
 from src.report_facts import JUDGED_STEPS, RunFacts, compare, find_runs, groups, overrides_text
+from src.report_seeds import by_seed
 
 SHARES = [0.5, 0.25, 0.25, 0.0]
 
@@ -159,8 +160,67 @@ def test_meshes_are_judged_by_their_first_steps(configs: dict[str, Config], bad:
 def test_band_of_a_group(sweep: Path) -> None:
     """REPORT-3: the figure's line is the mean over seeds, its band the sample standard deviation."""
     found, _ = groups(find_runs(sweep)[0])
-    steps, means, sds = mean_and_band(found[0])
+    curves = [{s["step"]: level(s["loss"]) for s in run.steps} for run in found[0].runs]
+    steps, means, sds = mean_and_band(curves)
     assert (steps, means, sds) == ([1, 2, 3, 4], [4.0, 3.0, 2.5, 3.0], [0.0, 0.0, 0.0, 1.0])
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[str, Config]:
+    """The two models of `experiment=ten_minutes`."""
+    names = ("deepseek_v2", "dense/twin")
+    return {name: compose(["data=synthetic", f"model={name}", "max_steps=4"]).config for name in names}
+
+
+@pytest.fixture
+def models(tmp_path: Path, twins: dict[str, Config]) -> Path:
+    """A mixture and its twin at seeds 3, 5 and 8, the mixture in front by 0.1, 0.2 and then behind by 0.1."""
+    rows = {"deepseek_v2": (2.0, 2.1, 2.3), "dense/twin": (2.1, 2.3, 2.2)}
+    for model, ends in rows.items():
+        for seed, end in zip((3, 5, 8), ends, strict=True):
+            path = tmp_path / f"{model.replace('/', '-')}-{seed}"
+            make_run(path, twins[model], [f"model={model}", f"seed={seed}"], [4.0, end], seed=seed)
+            points = ((0, 9.0), (2, 2 * end), (4, end))
+            lines = [{"step": s, "loss": 2 * x, "bits_per_byte": x} for s, x in points]
+            (path / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_models_are_compared_seed_by_seed(models: Path) -> None:
+    """REPORT-1: runs that differ in model are groups with mean and spread; each seed shows who leads."""
+    text = write_report(models).read_text()
+    facts = json.loads((models / "report.json").read_text())
+    first, second = facts["groups"]
+    assert (first["keys"], first["n"]) == ({"model": "deepseek_v2"}, 3)
+    assert math.isclose(first["bits_per_byte"]["mean"], 6.4 / 3)
+    assert math.isclose(second["bits_per_byte"]["sd"], 0.1, rel_tol=1e-9)
+    compared = facts["by_seed"]
+    assert (compared["measure"], compared["groups"]) == (
+        "bits_per_byte",
+        ["model=deepseek_v2", "model=dense/twin"],
+    )
+    assert [one["seed"] for one in compared["rows"]] == [3, 5, 8]
+    ahead = [one["differences"][0] for one in compared["rows"]]
+    assert all(math.isclose(x, y, abs_tol=1e-12) for x, y in zip(ahead, (0.1, 0.2, -0.1), strict=True))
+    assert "+0.2000" in text
+    assert "-0.1000" in text
+    assert "![held out](heldout.png)" in text
+    assert (models / "heldout.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_groups_without_a_common_measure_or_seed_are_not_compared(
+    models: Path, twins: dict[str, Config]
+) -> None:
+    """REPORT-1: without bytes the held-out loss is compared, without a shared seed nothing."""
+    for run in models.glob("*/evaluation.jsonl"):
+        lines = [json.loads(line) | {"bits_per_byte": None} for line in run.read_text().splitlines()]
+        run.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, _ = groups(find_runs(models)[0])
+    compared = by_seed(found)
+    assert compared is not None
+    assert (compared["measure"], compared["rows"][0]["values"]) == ("heldout_loss", [4.0, 4.2])
+    assert by_seed([found[0], replace(found[1], runs=[])]) is None
+    assert by_seed(found[:1]) is None
 
 
 def test_report_script_rebuilds(sweep: Path) -> None:

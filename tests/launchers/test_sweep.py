@@ -212,6 +212,8 @@ def test_sweep_of_six(checkout: Path, tmp_path: Path) -> None:
         (k, 0.0, False) for k in range(3)
     ]
     assert text.count("| done ") == 6
+    assert "Mean ± sd over seed" in text
+    assert re.search(r"\| 2 +\| 1\.5833 +\| 1\.5833 +\| \+0\.0000", text)
 
 
 @pytest.mark.slow

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from src.models.schema import DeepseekV2Config, GptOssConfig, MoeConfig, Qwen3MoeConfig, YarnConfig
+from src.models.schema import (
+    DeepseekV2Config,
+    DenseConfig,
+    GptOssConfig,
+    ModelConfig,
+    Qwen3MoeConfig,
+    YarnConfig,
+)
 
 
 def deepseek_v2(**changes: Any) -> DeepseekV2Config:
@@ -88,9 +95,31 @@ def gpt_oss(**changes: Any) -> GptOssConfig:
     return replace(config, **changes)
 
 
-MEMBERS: dict[str, Callable[..., MoeConfig]] = {
+def dense(**changes: Any) -> DenseConfig:
+    """The odd dense model, with fields replaced by `changes`; transformers wants D in whole heads."""
+    config = DenseConfig(
+        family="dense",
+        name="odd",
+        vocab_size=101,
+        hidden_size=42,
+        num_layers=3,
+        context=256,
+        rms_norm_eps=1e-3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        rope_theta=100.0,
+        intermediate_size=31,
+    )
+    return replace(config, **changes)
+
+
+MEMBERS: dict[str, Callable[..., ModelConfig]] = {
     "deepseek_v2": deepseek_v2,
     "qwen3_moe": qwen3_moe,
     "gpt_oss": gpt_oss,
+    "dense": dense,
 }
+MIXTURES = [family for family, member in MEMBERS.items() if member().num_experts]
+"""Families with routed experts."""
 """Family → what makes its odd member."""

@@ -49,11 +49,17 @@ TABLE = {
         {2048: (31.81, 32.71), 4096: (32.71, 34.52), 8192: (34.52, 38.15)},
         (None, 3_186_155_520, 26_924_672, 579_133_440),
     ),
+    "dense/llama3_8b": (
+        (8_030_261_248, 8_030_261_248, 7_504_658_432),
+        {2048: (46.64, 48.25), 4096: (48.25, 51.47), 8192: (51.47, 57.91)},
+        (218_112_000, 0, 218_112_000, 525_336_576),
+    ),
 }
 TINY = {
     "deepseek_v2": (942_296, [1, 2, 3, 4, 5, 6]),
     "qwen3_moe": (1_033_536, [0, 1, 2, 4, 5, 6, 7]),
     "gpt_oss": (553_684, [0, 1, 2, 3, 4, 5]),
+    "dense": (314_176, []),
 }
 """Parameters without the two tables, and the layers with experts."""
 
@@ -113,6 +119,9 @@ def test_mod_2_a_meta_build_has_exactly_these_parameters(name: str, presets: Pre
         ("gpt_oss", {"tie_embeddings": True}),
         ("gpt_oss", {"attention_bias": False}),
         ("gpt_oss", {"num_kv_heads": 3}),
+        ("dense", {"tie_embeddings": True}),
+        ("dense", {"attention_bias": True}),
+        ("dense", {"num_kv_heads": 3}),
     ],
 )
 def test_switches_change_shapes_and_build_alike(family: str, changes: dict[str, object]) -> None:
@@ -194,7 +203,7 @@ def test_a_tied_head_still_multiplies() -> None:
 
 
 def test_cfg_18_counts_and_names_import_no_torch() -> None:
-    modules = "src.models.counts, src.models.names, src.models.schema, src.models.stage"
+    modules = "src.models.counts, src.models.names, src.models.schema, src.models.stage, src.match"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

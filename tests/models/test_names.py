@@ -50,6 +50,23 @@ def test_ckpt_1_names_of_the_odd_gpt_oss() -> None:
     assert len([name for name in entries if ".mlp.experts." in name]) == 3 * 5 * 6
 
 
+def test_ckpt_1_names_of_the_odd_dense_model() -> None:
+    """DENSE-1: Llama's names; every entry is a whole parameter, and there is no router."""
+    entries = canonical(odd.dense())
+    assert {name: entry.shape for name, entry in entries.items() if ".layers.2." in name} == {
+        "model.layers.2.input_layernorm.weight": (42,),
+        "model.layers.2.self_attn.q_proj.weight": (60, 42),
+        "model.layers.2.self_attn.k_proj.weight": (20, 42),
+        "model.layers.2.self_attn.v_proj.weight": (20, 42),
+        "model.layers.2.self_attn.o_proj.weight": (42, 60),
+        "model.layers.2.post_attention_layernorm.weight": (42,),
+        "model.layers.2.mlp.gate_proj.weight": (31, 42),
+        "model.layers.2.mlp.up_proj.weight": (31, 42),
+        "model.layers.2.mlp.down_proj.weight": (42, 31),
+    }
+    assert all(entry.expert is None and entry.rows is None for entry in entries.values())
+
+
 @pytest.mark.parametrize("family", odd.MEMBERS)
 def test_entries_cover_every_element_exactly_once(family: str) -> None:
     config = odd.MEMBERS[family]()

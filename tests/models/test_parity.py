@@ -19,7 +19,7 @@ from src.models.layers import Rotary
 from src.models.names import Entry, canonical
 from src.models.protocol import Carry, Routing
 from src.models.rotary import softmax_factor
-from src.models.schema import MoeConfig, YarnConfig
+from src.models.schema import ModelConfig, YarnConfig
 from tests.models import odd
 from tests.models.tools import batch, by_canonical_name, make, relative, view
 
@@ -33,6 +33,7 @@ CLASSES = {
     "deepseek_v2": transformers.DeepseekV2ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "gpt_oss": transformers.GptOssForCausalLM,
+    "dense": transformers.LlamaForCausalLM,
 }
 
 Change = Callable[[Any], None]
@@ -66,6 +67,11 @@ SWITCHES: dict[tuple[str, str], dict[str, Any]] = {
     ("gpt_oss", "truncation"): {"yarn": replace(odd.gpt_oss().yarn, truncate=True)},
     ("gpt_oss", "a key head each"): {"num_kv_heads": 6},
     ("gpt_oss", "tied head"): {"tie_embeddings": True},
+    ("dense", "odd"): {},
+    ("dense", "tied head"): {"tie_embeddings": True},
+    ("dense", "attention bias"): {"attention_bias": True},
+    ("dense", "a key head each"): {"num_kv_heads": 6},
+    ("dense", "one key head"): {"num_kv_heads": 1},
 }
 """Family and switch → what is changed in its odd member; with the step, layer 1 stays dense by the list."""
 Peers = Callable[[str, str], Mine]
@@ -77,11 +83,11 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
     return cache(lambda family, switch: theirs(member(family, switch), tmp_path_factory.mktemp("peer")))
 
 
-def member(family: str, switch: str = "odd") -> MoeConfig:
+def member(family: str, switch: str = "odd") -> ModelConfig:
     return odd.MEMBERS[family](**SWITCHES[family, switch])
 
 
-def tokens(config: MoeConfig) -> tuple[Tensor, Tensor]:
+def tokens(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Ids and shifted labels, some of which are −100 (TRAP-4)."""
     generator, vocabulary = torch.Generator().manual_seed(3), config.vocab_size or 0
     ids_BS = torch.randint(0, vocabulary, (SAMPLES, LENGTH), generator=generator)
@@ -91,7 +97,7 @@ def tokens(config: MoeConfig) -> tuple[Tensor, Tensor]:
     return ids_BS, labels_BS
 
 
-def ours(config: MoeConfig, kernels: str = "eager", change: Change | None = None) -> Mine:
+def ours(config: ModelConfig, kernels: str = "eager", change: Change | None = None) -> Mine:
     """Logits, mean loss and gradients by canonical name; `change` spoils the model first."""
     model, dispatcher = make(config, kernels=kernels)
     if change is not None:
@@ -105,7 +111,7 @@ def ours(config: MoeConfig, kernels: str = "eager", change: Change | None = None
     return Mine(model.logits(hidden_BSD).detach(), loss.detach(), by_canonical_name(config, grads))
 
 
-def theirs(config: MoeConfig, path: Path) -> Mine:
+def theirs(config: ModelConfig, path: Path) -> Mine:
     """The same of transformers, which reads the weights from files in our canonical names."""
     peer = load_peer(config, path)
     ids_BS, labels_BS = tokens(config)
@@ -117,12 +123,12 @@ def theirs(config: MoeConfig, path: Path) -> Mine:
     return Mine(logits_BSV.detach(), loss.detach(), grads)
 
 
-def peer_entries(config: MoeConfig) -> dict[str, Entry]:
+def peer_entries(config: ModelConfig) -> dict[str, Entry]:
     """Canonical name → where transformers' model holds it."""
     return {name: CONVERSIONS[config.family].entry(entry) for name, entry in canonical(config).items()}
 
 
-def load_peer(config: MoeConfig, path: Path) -> Any:
+def load_peer(config: ModelConfig, path: Path) -> Any:
     """transformers' model from a checkpoint written by name; nothing missing, nothing unexpected."""
     model, _ = make(config)
     weights = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
@@ -142,7 +148,7 @@ def load_peer(config: MoeConfig, path: Path) -> Any:
     return peer
 
 
-def stacked(config: MoeConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def stacked(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights under the names and in the layout of transformers' own parameters."""
     with torch.device("meta"):
         peer = CLASSES[config.family](
@@ -220,8 +226,12 @@ def moe_layers(model: Any) -> list[Any]:
     return [layer for layer in model.model.layers.values() if layer.is_moe]
 
 
+def layers(model: Any) -> list[Any]:
+    return list(model.model.layers.values())
+
+
 def attentions(model: Any) -> list[Any]:
-    return [layer.self_attn for layer in model.model.layers.values()]
+    return [layer.self_attn for layer in layers(model)]
 
 
 def router_grad(model: Any) -> None:
@@ -235,7 +245,7 @@ def router_grad(model: Any) -> None:
 
 def residual_grad(model: Any) -> None:
     """No gradient through one layer's residual."""
-    layer = moe_layers(model)[-1]
+    layer = layers(model)[-1]
     aggregate = layer.aggregate
     layer.aggregate = lambda rows, routing, carry: aggregate(rows, routing, Carry(carry.residual_TD.detach()))
 
@@ -307,6 +317,21 @@ def swapped_halves(model: Any) -> None:
         for layer in moe_layers(model):
             stack = layer.mlp.experts.gate_up
             stack.copy_(stack.roll(stack.shape[1] // 2, 1))
+
+
+def gate_for_up(model: Any) -> None:
+    """The activation on the other product of the dense FFN."""
+    for layer in layers(model):
+        layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
+
+
+def unlike_norms(model: Any) -> None:
+    """The gains of a layer's two norms exchanged."""
+    layer = layers(model)[1]
+    layer.input_layernorm, layer.post_attention_layernorm = (
+        layer.post_attention_layernorm,
+        layer.input_layernorm,
+    )
 
 
 def neighbours_rotated(model: Any) -> None:
@@ -455,6 +480,12 @@ MUTATIONS: dict[tuple[str, str], Change] = {
     ("gpt_oss", "expert bias detached"): without_expert_bias_grad,
     ("gpt_oss", "swapped halves"): swapped_halves,
     ("gpt_oss", "neighbours rotated"): neighbours_rotated,
+    ("dense", "residual_grad"): residual_grad,
+    ("dense", "gate for up"): gate_for_up,
+    ("dense", "norms exchanged"): unlike_norms,
+    ("dense", "neighbours rotated"): neighbours_rotated,
+    ("dense", "heads in turn"): heads_in_turn,
+    ("dense", "scale of the hidden size"): scale_of_hidden_size,
 }
 
 

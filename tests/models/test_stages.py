@@ -272,7 +272,7 @@ def test_eng_10_models_know_nothing_of_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", odd.MEMBERS)
+@pytest.mark.parametrize("family", odd.MIXTURES)
 @pytest.mark.parametrize(("kernels", "backend"), [("eager", "aot_eager"), ("auto", "inductor")])
 def test_eng_10_compiled_stages_equal_eager(family: str, kernels: str, backend: str) -> None:
     """CMP-2: stages 1, 3 and 5 without a graph break; output and every gradient within 1e-6."""

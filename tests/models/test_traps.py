@@ -97,6 +97,7 @@ HONOURED = {
     "deepseek_v2": {"first_dense", "routed_scaling"},
     "qwen3_moe": {"mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"},
     "gpt_oss": {"sliding_window", "swiglu_limit"},
+    "dense": set(),
 }
 
 

@@ -17,7 +17,7 @@ from src.errors import UserError
 from src.trainer.backends.native import NativeBackend
 from src.trainer.checkpoint.flat import flatten
 from src.trainer.worker import describe
-from tests.models.odd import deepseek_v2, qwen3_moe
+from tests.models.odd import deepseek_v2, dense, qwen3_moe
 from tests.trainer.small import lines, poison, run_here, small_config
 
 TRACE = ("loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
@@ -220,7 +220,7 @@ def test_first_line_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert line.startswith(f"rank 3 pid {os.getpid()} config {digest} commit abc123 data d0 kernels auto ")
 
 
-@pytest.mark.parametrize("model", [deepseek_v2(first_dense=3), qwen3_moe(decoder_sparse_step=4)])
+@pytest.mark.parametrize("model", [deepseek_v2(first_dense=3), qwen3_moe(decoder_sparse_step=4), dense()])
 def test_a_model_without_experts_has_no_load(tmp_path: Path, model: Any) -> None:
     """ROUTE-3: every layer dense by the config; the loss is there, the load is null."""
     run_here(small_config(tmp_path, model=model, max_steps=1), tmp_path / "run")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.errors import Problem
-from src.models.convert import deepseek_v2, gpt_oss, qwen3_moe
+from src.models.convert import deepseek_v2, dense, gpt_oss, qwen3_moe
 from src.models.convert.stacks import hf_entry
 from src.models.names import Entry
 
@@ -22,8 +22,8 @@ class Conversion:
     """Where our model holds a canonical tensor → where transformers' model does."""
     problems: Callable[..., list[Problem]]
     """Our config → what transformers' model cannot be."""
-    router: str
-    """Module within a decoder layer that returns router logits, weights and expert ids."""
+    router: str | None
+    """Module within a decoder layer that returns router logits, weights and expert ids; None without any."""
     attention: str = "sdpa"
     """The implementation that `attn_implementation=auto` takes."""
 
@@ -47,6 +47,12 @@ CONVERSIONS: dict[str, Conversion] = {
         problems=gpt_oss.hf_problems,
         router=gpt_oss.ROUTER,
         attention="eager",  # torch's takes no sinks.
+    ),
+    "dense": Conversion(
+        config=dense.hf_config,
+        entry=hf_entry,
+        problems=dense.hf_problems,
+        router=None,
     ),
 }
 """Family → its conversion."""

@@ -98,6 +98,7 @@ class Peer(nn.Module):
         if not layers:
             return {}
         router = conversion_of(self.config).router
+        assert router is not None, self.config.family
         return {index: self.model.layers[index].get_submodule(router) for index in layers}
 
     def _mask(self, batch: Batch) -> Tensor | dict[str, Tensor] | None:
@@ -182,17 +183,14 @@ def choose_attention(wanted: str, config: ModelConfig) -> str:
 def choose_experts(wanted: str, config: ModelConfig, dtype: torch.dtype) -> str | None:
     """The implementation that runs: `auto` is grouped_mm where its rows are whole 16-byte blocks, else eager.
 
-    A model of a directory keeps transformers' own default under `auto`, which is None.
+    Where we know of no experts, transformers keeps its own default under `auto`, which is None.
 
     Raises:
         UserError: grouped_mm was asked for by name and the widths do not allow it (3).
     """
-    if isinstance(config, HfConfig):
+    if not isinstance(config, MoeConfig):
         return None if wanted == "auto" else wanted
-    widths = {
-        "model.hidden_size": config.hidden_size,
-        "model.expert_size": cast(MoeConfig, config).expert_size,
-    }
+    widths = {"model.hidden_size": config.hidden_size, "model.expert_size": config.expert_size}
     unit = 16 // dtype.itemsize
     odd = {key: width for key, width in widths.items() if width % unit}
     if wanted == "auto":
