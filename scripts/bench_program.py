@@ -9,6 +9,7 @@ for all, and on a GPU the peak of allocated memory. How far plain lies from itse
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -47,10 +48,14 @@ class Values:
     """Steps of each before anything is timed."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the code of a UserError, else 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="blocks=N, steps=N, warmup=N, and overrides")
     try:
-        values, words = script_values(Values, argv)
+        values, words = script_values(Values, parser.parse_args(argv).overrides)
         configs = {name: compose([*words, *more]).config for name, more in FORMS.items()}
         first = next(iter(configs.values()))
         if first.mesh.world != 1:
@@ -93,4 +98,4 @@ def report(sides: Sequence[Side]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -213,7 +213,7 @@ def test_defaults_list_and_readme_name_every_group_and_option() -> None:
     chosen = {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
     sections = [item.name for item in fields(Config) if is_dataclass(get_type_hints(Config)[item.name])]
     assert set(GROUPS) - {"experiment"} <= set(chosen)
-    assert set(sections) - set(GROUPS) == {"paths", "debug"}
+    assert set(sections) - set(GROUPS) == {"paths", "debug", "spike"}
     rows: dict[str, dict[str, str]] = {}
     group = ""
     for line in (CONF / "README.md").read_text().splitlines():
