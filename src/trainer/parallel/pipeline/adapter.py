@@ -134,16 +134,18 @@ def make_stage(
 
     meta = torch.empty_like(example, device="meta")
     shapes: dict[str, Any] = {"input_args": (meta.requires_grad_(),), "output_args": (meta,)}
-    return PipelineStage(module, number, stages, example.device, group=group, **shapes)
+    stage: Any = PipelineStage(module, number, stages, example.device, group=group, **shapes)
+    greet = stage._get_init_p2p_neighbors_ops  # In 2.11 this rank too, to which gloo has no connection.
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.group_peer != group.rank()]
+    made: PipelineStage = stage
+    return made
 
 
 def make_schedule(stages: list[PipelineStage], table: Table, micro_batches: int) -> _PipelineScheduleRuntime:
     """Torch's runtime for a table, sends and receives added; it learns from it which rank has which stage."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as Runtime
 
-    schedule = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        stages, micro_batches, loss_fn=_no_loss, scale_grads=False
-    )
+    schedule = Runtime(stages, micro_batches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
     schedule._prepare_schedule_with_comms(to_torch(table))
     return schedule
 
