@@ -13,13 +13,14 @@ from src.config import (
     PrecisionConfig,
     RecomputeConfig,
 )
+from src.mesh_spec import parse
 from src.models.schema import ModelConfig
 from src.trainer.parallel.rules import STAGES_PER_RANK
 from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
-Key = tuple[str, str, str]
-"""Family, batch and precision: what the oracle of a case depends on."""
+Key = tuple[str, str, str, int]
+"""Model, batch, precision and micro-batch size: what the oracle of a case depends on."""
 MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
@@ -60,7 +61,8 @@ class Case:
     @property
     def key(self) -> Key:
         """What the oracle depends on: meshes and schedules share one."""
-        return self.family, self.batch, self.precision
+        unit = BLOCK if self.balance == "sequence" else self.block
+        return self.model.name if self.model else self.family, self.batch, self.precision, unit
 
 
 MESHES = {
@@ -165,6 +167,49 @@ MORE_CONTEXT = {
 """The same on every mesh with cp, in both precisions, both batches for both families."""
 
 
+AGAIN = {
+    2: [
+        Case(EP2, "1f1b", "packed", "fp64", recompute="full"),
+        Case(PP2, "zbv", "dense", "fp64", recompute="stage"),
+    ],
+    4: [
+        Case(MESHES[4][0], "dualpipev", "packed", "fp32", recompute="full"),
+        Case(MESHES[4][1], "1f1b", "packed", "fp32", recompute="stage"),
+        Case(MESHES[4][2], "interleaved_1f1b", "dense", "fp32", recompute="full"),
+    ],
+}
+"""Activations computed again, on gathered parameters, between stages and between expert ranks (ENG-26)."""
+
+
+DEEP = odd.deepseek_v2(name="deep", num_layers=9, num_experts=24, num_groups=6)
+"""As many layers as eight stages want, and experts that two, four and eight ranks divide."""
+
+
+def _wide(spec: str, schedule: str = "1f1b", block: int = BLOCK, length: str = "") -> list[Case]:
+    mesh = MeshConfig(spec, **parse(spec))
+    kinds = [f"{batch}{length}" for batch in BATCHES]
+    return [Case(mesh, schedule, kind, "fp64", block=block, model=DEEP) for kind in kinds]
+
+
+WIDE = [
+    *_wide("pp4ep2"),
+    *_wide("pp4ep2", "dualpipev", 1),
+    *_wide("pp4dp2", "interleaved_1f1b", 1),
+    *_wide("pp4cp2", "zbv", length="12"),
+    *_wide("pp2ep4", "zbv"),
+    *_wide("pp2dp2ep2", "dualpipev", 1),
+    *_wide("pp2rep2ep2", "gpipe"),
+    *_wide("pp2cp2ep2", "dualpipev", length="12"),
+    *_wide("rep2dp2ep2", block=1),
+    *_wide("dp2cp2ep2", length="12"),
+    *_wide("cp4ep2", length="16"),
+    *_wide("pp8"),
+    *_wide("ep8", block=1),
+    *_wide("dp8", block=1),
+]
+"""Eight ranks: three axes at a time, every schedule, and each axis alone."""
+
+
 def matrix(ranks: int) -> list[Case]:
     """Every case on that many ranks; the schedule says nothing where there are no stages."""
     return [
@@ -173,7 +218,7 @@ def matrix(ranks: int) -> list[Case]:
         for schedule in (SCHEDULES if mesh.pp > 1 else SCHEDULES[-1:])
         for batch in BATCHES
         for precision in PRECISIONS
-    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *FAMILIES[ranks]]
+    ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *AGAIN.get(ranks, []), *FAMILIES[ranks]]
 
 
 def make_config(case: Case) -> Config:

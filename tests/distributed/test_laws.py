@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed import world
-from tests.distributed.configs import MESHES, MORE_CONTEXT, PRECISIONS, Case, Key, make_config, matrix
+from tests.distributed.configs import MESHES, MORE_CONTEXT, PRECISIONS, WIDE, Case, Key, make_config, matrix
 from tests.distributed.laws import measure_all
 from tests.distributed.mutations import MUTATIONS, measure_mutants
 from tests.distributed.reference import Trace, train
@@ -17,8 +17,8 @@ Traces = dict[Key, Trace]
 
 def all_traces(cases: list[Case]) -> Traces:
     """The oracle of every family, batch and precision that occurs."""
-    alone = {case.key: replace(case, mesh=MESHES[1][0], schedule="1f1b") for case in cases}
-    return {key: train(make_config(case), case.batch) for key, case in alone.items()}
+    alone = {case.key: replace(case, mesh=MESHES[1][0], schedule="1f1b", recompute="none") for case in cases}
+    return {key: train(make_config(case), case.batch, key[-1]) for key, case in alone.items()}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,16 @@ def test_every_mesh_equals_one_process(ranks: int, precisions: tuple[str, ...], 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("half", [0, 1])
+def test_eight_ranks_equal_one_process(half: int) -> None:
+    """Law 1, T-4: three axes at a time, each axis alone, every schedule, dense and packed."""
+    cases = WIDE[half::2]
+    (traces,) = world.run(1, all_traces, cases)
+    hold(8, cases, traces, timeout=800)
+
+
+@pytest.mark.slow
 def test_context_parallel_meshes_equal_one_process() -> None:
     """Law 1, ENG-21, ENG-22, ENG-24, PACK-5 to PACK-7: all meshes with cp, families, batches, precisions."""
     (traces,) = world.run(1, all_traces, [*MORE_CONTEXT[2], *MORE_CONTEXT[4]])
@@ -52,9 +62,9 @@ def test_context_parallel_meshes_equal_one_process() -> None:
         hold(ranks, cases, traces)
 
 
-def hold(ranks: int, cases: list[Case], traces: Traces) -> None:
+def hold(ranks: int, cases: list[Case], traces: Traces, timeout: float = 200) -> None:
     """Every case is within its limits."""
-    results = world.run(ranks, measure_all, cases, traces, timeout=200)[0]
+    results = world.run(ranks, measure_all, cases, traces, timeout=timeout)[0]
     assert len(results) == len(cases)
     for case, what, distance in results:
         print(f"{case:56s} {distance:10.3g} of the limit, {what}")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from src.config import MeshConfig
-from src.models.schema import MoeConfig
+from src.models.schema import ModelConfig
 from src.trainer.parallel import rules
 from tests.distributed import world
 from tests.distributed.batches import SAMPLES
@@ -32,13 +32,14 @@ def meshes(draw: st.DrawFn, ranks: int) -> MeshConfig:
 
 
 @st.composite
-def models(draw: st.DrawFn, ep: int) -> MoeConfig:
+def models(draw: st.DrawFn, ep: int) -> ModelConfig:
     """An odd member with its depth, its experts and how many of them a token visits drawn."""
-    family = draw(st.sampled_from(sorted(MODELS)))
-    usual = MODELS[family]
+    family = draw(st.sampled_from([name for name in sorted(MODELS) if ep == 1 or name != "dense"]))
+    usual, changes = MODELS[family], {"num_layers": draw(st.integers(2, 6))}
+    if family == "dense":
+        return replace(usual, **changes)
     experts = ep * draw(st.integers(2, 5))
-    changes = {"num_layers": draw(st.integers(2, 6)), "top_k": draw(st.integers(1, min(4, experts - 1)))}
-    changes |= {"num_experts": experts}
+    changes |= {"num_experts": experts, "top_k": draw(st.integers(1, min(4, experts - 1)))}
     if family == "deepseek_v2":
         changes |= {"routing": "greedy"}
     return replace(usual, **changes)
