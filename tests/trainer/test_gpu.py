@@ -33,6 +33,12 @@ from tests.trainer.small import lines, run_here, small_config
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Each test is a process of its own to the compiler, which counts the forms of a function against a limit."""
+    torch._dynamo.reset()
+
+
 def config_of(tmp_path: Path, precision: str, **changes: Any) -> Config:
     """A model whose widths every CUDA kernel takes; balance and z-loss on."""
     config = small_config(
