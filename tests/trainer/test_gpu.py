@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """Each test is a process of its own to the compiler, which counts the forms of a function against a limit."""
+    """The compiler counts the forms of a function in a process against a limit; each test is one run."""
     torch._dynamo.reset()
 
 
