@@ -7,7 +7,7 @@ from math import prod
 
 from src.config import Config
 from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, Qwen3MoeConfig
+from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, MoeConfig, Qwen3MoeConfig
 from src.trainer.parallel.layout import (
     Coordinates,
     coordinates,
@@ -130,12 +130,14 @@ def _shard(shape: tuple[int, ...], shards: int, index: int, is_expert: bool) -> 
 def activations(config: Config, place: Coordinates, compute: int) -> int:
     """Estimate: per live micro-batch and layer the residual stream, attention, and the rows of experts.
 
-    Scores count in full, as the reference attention keeps them. The last stage adds three tables of
-    tokens times vocabulary: logits, their softmax and its gradient, in fp32 at least.
+    Scores count in full, as the reference attention keeps them. With recomputation a layer keeps less, and
+    one at a time has everything again. The last stage adds three tables of tokens times vocabulary: logits,
+    their softmax and its gradient, in fp32 at least.
     """
     tokens = config.micro_batch_size * config.sequence_length // config.mesh.cp
     layers = max(len(stage) for stage in stages_held(config, place.pp))
-    size = _live(config, place.pp) * tokens * layers * _layer_numbers(config) * compute
+    again = _layer_numbers(config) if config.recompute.name != "none" else 0
+    size = (_live(config, place.pp) * layers * _kept_numbers(config) + again) * tokens * compute
     if place.pp == last_rank(config):
         size += 3 * tokens * (config.model.vocab_size or 0) * max(compute, 4)
     return size
@@ -147,6 +149,17 @@ def _live(config: Config, pp: int) -> int:
         return 1
     schedule, per_rank = config.pipeline.schedule, stages_per_rank(config)
     return peak_live(schedule, config.mesh.pp, per_rank, micro_batches(config), pp)
+
+
+def _kept_numbers(config: Config) -> int:
+    """Numbers that one token leaves in one layer until its backward (ENG-26)."""
+    width = config.model.hidden_size
+    if config.recompute.name == "full":
+        return width
+    if config.recompute.name == "stage":  # Input, tokens, residual; rows out, back, and home again.
+        visited = config.model.top_k if isinstance(config.model, MoeConfig) else 1
+        return (3 + 3 * visited) * width
+    return _layer_numbers(config)
 
 
 def _layer_numbers(config: Config) -> int:

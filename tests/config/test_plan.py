@@ -237,3 +237,21 @@ def test_the_machine(base: Config, tmp_path: Path) -> None:
     assert find_machine(base, tmp_path, {}).memory == 2000
     base.platform.name = "cuda"
     assert find_machine(base, tmp_path / "nowhere", {}).devices == 0
+
+
+@pytest.mark.parametrize("spec", ["single", "pp2ep2"])
+def test_recomputation_keeps_less(base: Config, spec: str) -> None:
+    """ENG-26: `full` keeps the input of each layer, and one layer at a time has everything again."""
+    config = on(base, spec)
+    kept = {}
+    for name in ("none", "stage", "full"):
+        config.recompute.name = name
+        kept[name] = rank_memory(config, 0, "cpu").activations
+    assert kept["full"] < kept["stage"] < kept["none"]
+    config.micro_batch_size = 1
+    inputs = config.sequence_length * config.model.hidden_size * 4
+    config.model.num_layers += 2 * config.mesh.pp
+    more = rank_memory(config, 0, "cpu").activations
+    config.model.num_layers -= 2 * config.mesh.pp
+    live = 1 if spec == "single" else 2
+    assert more - rank_memory(config, 0, "cpu").activations == 2 * live * inputs

@@ -24,7 +24,7 @@ from src.models.hf import load_package
 from src.models.names import window_of
 from src.models.protocol import Balance, Balances, Batch, Dispatcher
 from src.models.schema import HfConfig, ModelConfig, MoeConfig
-from src.models.stage import whole
+from src.models.stage import Stage, whole
 
 
 class Peer(nn.Module):
@@ -55,8 +55,10 @@ class Peer(nn.Module):
         for router in self._routers().values():
             router.register_forward_pre_hook(_widened)
 
-    def forward(self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
-        """Ids int64 [B,S] → normed hidden [B,S,D]; experts are reached without the dispatcher."""
+    def forward(
+        self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher, stage: Stage | None = None
+    ) -> Tensor:
+        """Ids int64 [B,S] → normed hidden [B,S,D]; the one stage, experts reached without the dispatcher."""
         with self._watched(batch.balances if self.is_watched else None):
             out = self.model(
                 input_ids=ids_BS,
