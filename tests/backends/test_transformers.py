@@ -99,10 +99,10 @@ def own_mean(peer: Peer, hidden: Any, labels: Any, scale: Any, original: Any = P
     return original(peer, hidden, labels, mean.to(scale.dtype))
 
 
-def one_document(peer: Peer, ids: Any, batch: Any, dispatcher: Any, original: Any = Peer.forward) -> Any:
+def one_document(peer: Peer, ids: Any, batch: Any, *others: Any, original: Any = Peer.forward) -> Any:
     """Packing ignored: positions go on over the whole sample, and everybody sees what came before."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return original(peer, ids, type(batch)(positions, None, None, batch.real_BS, batch.balances), dispatcher)
+    return original(peer, ids, type(batch)(positions, None, None, batch.real_BS, batch.balances), *others)
 
 
 @pytest.mark.parametrize(("method", "fault"), [("loss", own_mean), ("forward", one_document)])
@@ -137,10 +137,10 @@ def test_positions_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert positions_seen()
     original = Peer.forward
 
-    def straight(peer: Peer, ids: Any, batch: Any, dispatcher: Any) -> Any:
+    def straight(peer: Peer, ids: Any, batch: Any, *others: Any) -> Any:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         fields = (batch.cu_seqlens, batch.documents_BS, batch.real_BS, batch.balances)
-        return original(peer, ids, type(batch)(positions, *fields), dispatcher)
+        return original(peer, ids, type(batch)(positions, *fields), *others)
 
     monkeypatch.setattr(Peer, "forward", straight)
     assert not positions_seen()
