@@ -135,7 +135,9 @@ class NativeBackend:
 
         self._executor.run(self._program(work), after, last)
         self._counts = tally.counts_ME
-        return Sums(work.loss, tally.aux, tally.z, tally.counts_ME if self._sees_routing else None)
+        return Sums(
+            work.loss, tally.aux.squeeze(), tally.z.squeeze(), tally.counts_ME if self._sees_routing else None
+        )
 
     def _program(self, work: Work) -> Program:
         """How the layers of this rank's stages are run."""

@@ -29,7 +29,8 @@ class Tally:
     """What a step has gathered so far; local parts whose SUM over all ranks is the global value."""
 
     aux: Tensor
-    """Σ over MoE layers and units of (n_j/N_tok)·A_j, without coefficient."""
+    """Σ over MoE layers and units of (n_j/N_tok)·A_j, without coefficient; [1], since torch 2.13 drops what a
+    compiled graph writes to an fp64 scalar on a CPU."""
     z: Tensor
     """The same of mean squared logsumexp."""
     counts_ME: Tensor
@@ -60,7 +61,7 @@ class Balancer:
 
     def start(self) -> Tally:
         """A fresh tally, for a new step."""
-        zero = torch.zeros((), dtype=self._dtype, device=self._device)
+        zero = torch.zeros(1, dtype=self._dtype, device=self._device)
         counts_ME = torch.zeros(len(self._row), self._experts, dtype=torch.int64, device=self._device)
         self.tally = Tally(zero, zero.clone(), counts_ME)
         return self.tally
