@@ -102,31 +102,31 @@ def path_of(root: Path, optimizer: str, saver: Side) -> Path:
     return root / f"{optimizer}.{saver}"
 
 
-def train_savers(root: Path, savers: Mapping[str, tuple[Side, str]]) -> None:
-    """Train each saver to the end; a body of ranks."""
-
-    def on(name: str, rank: int) -> None:
-        side, optimizer = savers[name]
-        settings, directory = config(root, side, optimizer), path_of(root, optimizer, side)
-        (directory / "control").mkdir(parents=True, exist_ok=True)
-        runtime = join(settings.mesh, rank, rank, torch.device("cpu"))
-        train(settings, directory, 1, runtime, StopRequest(directory / "control"))
-
-    visit(root / "savers", {name: mesh_of(side.spec) for name, (side, _) in savers.items()}, on)
+def train_savers(root: Path, savers: Mapping[str, tuple[Side, str]], timeout: float) -> None:
+    """Train each saver to the end."""
+    visit(
+        {name: mesh_of(side.spec) for name, (side, _) in savers.items()}, save, root, savers, timeout=timeout
+    )
 
 
-def train_loaders(root: Path, pairs: Mapping[str, Pair]) -> dict[str, Outcome]:
-    """Go on with each pair; a body of ranks."""
+def save(name: str, rank: int, root: Path, savers: Mapping[str, tuple[Side, str]]) -> None:
+    """A saver's run; a body of ranks."""
+    side, optimizer = savers[name]
+    settings, directory = config(root, side, optimizer), path_of(root, optimizer, side)
+    (directory / "control").mkdir(parents=True, exist_ok=True)
+    runtime = join(settings.mesh, rank, rank, torch.device("cpu"))
+    train(settings, directory, 1, runtime, StopRequest(directory / "control"))
 
-    def on(name: str, rank: int) -> Outcome:
-        return go_on(root, pairs[name], rank)
 
+def train_loaders(root: Path, pairs: Mapping[str, Pair], timeout: float) -> list[dict[str, Outcome]]:
+    """Go on with each pair; the outcomes by rank."""
     meshes = {name: mesh_of(pair.loader.spec) for name, pair in pairs.items()}
-    return visit(root / "loaders", meshes, on)
+    return visit(meshes, go_on, root, pairs, timeout=timeout)
 
 
-def go_on(root: Path, pair: Pair, rank: int) -> Outcome:
-    """Load what the saver left at `SAVED` and train to `STEPS`."""
+def go_on(name: str, rank: int, root: Path, pairs: Mapping[str, Pair]) -> Outcome:
+    """Load what the saver left at `SAVED` and train to `STEPS`; a body of ranks."""
+    pair = pairs[name]
     saver, directory = path_of(root, pair.optimizer, pair.saver), root / str(pair)
     (directory / "control").mkdir(parents=True, exist_ok=True)
     source = str(step_path(saver, SAVED))

@@ -1,20 +1,18 @@
-"""One world of four ranks that is cut into groups of one, two or four, a mesh to each (CKPT-2)."""
+"""Jobs on meshes of one, two and four ranks: a world for each number of ranks (CKPT-2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from src.config import MeshConfig
 from src.mesh_spec import parse
+from tests.distributed import world
 
-Result = TypeVar("Result")
-WORLD = 4
+Body = Callable[..., Any]
+"""(job, rank, arguments…) → what the rank returns; a function of an importable module."""
 
 
 def mesh_of(spec: str) -> MeshConfig:
@@ -22,42 +20,25 @@ def mesh_of(spec: str) -> MeshConfig:
     return MeshConfig(spec, **({} if spec == "single" else parse(spec)))
 
 
-def visit(store: Path, jobs: Mapping[str, MeshConfig], work: Callable[[str, int], Result]) -> dict[str, Any]:
-    """Do each job on ranks of its own, as many as its mesh has, side by side where they fit.
+def visit(
+    jobs: Mapping[str, MeshConfig], body: Body, *arguments: Any, timeout: float = 120
+) -> list[dict[str, Any]]:
+    """Do each job on as many ranks as its mesh has, one job after the other.
 
-    Args:
-        store: a name for files by which groups meet.
-        jobs: name → mesh.
-        work: gets the job's name and this process's rank in its mesh.
+    Worlds of their own, since ranks that leave one process group for another time and again fail to connect.
 
     Returns:
-        what `work` returned on this rank, by job.
+        by rank, what `body` returned of each job that the rank was part of.
     """
-    results = {}
-    for ranks in (1, 2, 4):
+    found: list[dict[str, Any]] = [{} for _ in range(max(mesh.world for mesh in jobs.values()))]
+    for ranks in sorted({mesh.world for mesh in jobs.values()}):
         mine = [name for name, mesh in jobs.items() if mesh.world == ranks]
-        with group_of(ranks, store) as (group, rank):
-            for name in mine[group :: WORLD // ranks]:
-                results[name] = work(name, rank)
-    return results
+        results = world.run(ranks, _each, mine, body, arguments, timeout=timeout)
+        for rank, of_rank in enumerate(results):
+            found[rank] |= of_rank
+    return found
 
 
-@contextmanager
-def group_of(ranks: int, store: Path) -> Iterator[tuple[int, int]]:
-    """Leave the world's process group for groups of `ranks` neighbours; gives group and rank in it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    place = divmod(rank, ranks)
-    try:
-        if ranks > 1:
-            _join(place[1], ranks, Path(f"{store}.{ranks}.{place[0]}"))
-        yield place
-        if ranks > 1:
-            dist.destroy_process_group()
-    finally:
-        _join(rank, world, Path(f"{store}.{ranks}.back"))
-
-
-def _join(rank: int, world: int, store: Path) -> None:
-    timeout = timedelta(minutes=5)
-    dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=world)
+def _each(names: Sequence[str], body: Body, arguments: Sequence[Any]) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {name: body(name, rank, *arguments) for name in names}

@@ -22,7 +22,6 @@ from tests.checkpoint.continuing import (
     write_flat,
 )
 from tests.checkpoint.groups import mesh_of
-from tests.distributed import world
 
 MESHES = ("single", "ep2", "ep4", "pp2", "dp2", "rep2", "cp2", "pp2ep2")
 """Every ordered pair of them is tested; a new mesh is one word here."""
@@ -59,9 +58,9 @@ def ring(some: Sequence[Side]) -> list[Pair]:
 def go_through(root: Path, pairs: Sequence[Pair]) -> list[dict[str, Outcome]]:
     """Save and go on; the outcomes by rank of the world."""
     savers = {f"{pair.optimizer}.{pair.saver}": (pair.saver, pair.optimizer) for pair in pairs}
-    world.run(4, train_savers, root, savers, timeout=280)
+    train_savers(root, savers, timeout=280)
     write_flat(root, savers.values())
-    return world.run(4, train_loaders, root, {str(pair): pair for pair in pairs}, timeout=280)
+    return train_loaders(root, {str(pair): pair for pair in pairs}, timeout=280)
 
 
 def check(root: Path, pairs: Sequence[Pair]) -> None:
@@ -80,6 +79,7 @@ def check(root: Path, pairs: Sequence[Pair]) -> None:
         assert curve(root / str(pair)) == pytest.approx(expected, rel=LOSS_LIMIT), pair
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_ckpt_2(tmp_path: Path) -> None:
     """CKPT-2: parameters, moments, lagged shares bitwise after loading; loss and all of them follow.
 

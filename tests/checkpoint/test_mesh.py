@@ -1,4 +1,4 @@
-"""Any mesh to any mesh, with the real backend, in one world of four ranks (CKPT-2, CKPT-5, CKPT-11)."""
+"""Any mesh to any mesh, with the real backend (CKPT-2, CKPT-5, CKPT-11)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from src.config import Config
 from src.errors import UserError
 from src.trainer.checkpoint.directory import read_meta
 from src.trainer.runtime import Runtime, join
-from tests.checkpoint import groups
-from tests.checkpoint.groups import mesh_of
+from tests.checkpoint.groups import mesh_of, visit
 
 MESHES = {spec: mesh_of(spec) for spec in ("single", "ep2", "dp2", "rep2", "cp2", "pp2", "pp2ep2", "dp4")}
 """`dp4` puts 6 experts, and stacks of which no dimension divides, on 4 shards, the last one empty (ENG-2)."""
@@ -72,37 +71,30 @@ class Member:
         return initial + [name for name in wrong(self.backend, {}) if name not in extra]
 
 
-def visit(directory: Path, name: str, work: Callable[[str, Member], Any]) -> dict[str, Any]:
-    """Do `work` on every mesh."""
-
-    def on(mesh: str, rank: int) -> Any:
-        return work(mesh, Member(mesh, join(MESHES[mesh], rank, rank, torch.device("cpu"))))
-
-    return groups.visit(directory / f"store-{name}", MESHES, on)
+def member_of(mesh: str, rank: int) -> Member:
+    """This rank on a mesh."""
+    return Member(mesh, join(MESHES[mesh], rank, rank, torch.device("cpu")))
 
 
-def save_all(directory: Path) -> None:
-    """Step 1 on every mesh, each in a run of its own; on some, what goes wrong on one rank alone."""
-
-    def work(mesh: str, member: Member) -> None:
-        member.save(directory / mesh, 1)
-        if mesh == "pp2":
-            member.save(directory / "damaged", 1)
-            member.save(directory / "damaged", 2)
-        if mesh == "ep2":
-            with pytest.raises(UserError, match="disk full") as refused:
-                member.save(directory / "ep2", 2, fail_on(1, member.runtime))
-            assert refused.value.code == 1
-            with (
-                number_experts_locally(member),
-                pytest.raises(RuntimeError, match=r"not those of the model.*experts\.3"),
-            ):
-                member.save(directory / "ep2", 3)
-        if mesh == "rep2":
-            with write_every_replica(), pytest.raises(RuntimeError, match="do not fill it"):
-                member.save(directory / "rep2", 2)
-
-    visit(directory, "save", work)
+def save_on(mesh: str, rank: int, directory: Path) -> None:
+    """Step 1 on a mesh, in a run of its own; on some meshes, what goes wrong on one rank alone."""
+    member = member_of(mesh, rank)
+    member.save(directory / mesh, 1)
+    if mesh == "pp2":
+        member.save(directory / "damaged", 1)
+        member.save(directory / "damaged", 2)
+    if mesh == "ep2":
+        with pytest.raises(UserError, match="disk full") as refused:
+            member.save(directory / "ep2", 2, fail_on(1, member.runtime))
+        assert refused.value.code == 1
+        with (
+            number_experts_locally(member),
+            pytest.raises(RuntimeError, match=r"not those of the model.*experts\.3"),
+        ):
+            member.save(directory / "ep2", 3)
+    if mesh == "rep2":
+        with write_every_replica(), pytest.raises(RuntimeError, match="do not fill it"):
+            member.save(directory / "rep2", 2)
 
 
 def fail_on(rank: int, runtime: Runtime) -> Callable[[str], None]:
@@ -145,17 +137,14 @@ def write_every_replica() -> Iterator[None]:
         yield
 
 
-def load_all(directory: Path) -> dict[str, Any]:
-    """On every mesh: load what each mesh saved, start from a flat file and from another mesh's checkpoint."""
-
-    def work(mesh: str, member: Member) -> dict[str, Any]:
-        found = {saved: member.load(directory / saved) for saved in MESHES}
-        found |= {kind: member.load(directory / kind) for kind in DAMAGE}
-        found["flat"] = (1, member.init_from(directory / "pp2ep2.safetensors"))
-        found["checkpoint"] = (1, member.init_from(directory / "dp4" / "checkpoints" / "step-00000001"))
-        return found
-
-    return visit(directory, "load", work)
+def load_on(mesh: str, rank: int, directory: Path) -> dict[str, Any]:
+    """On a mesh: load what each mesh saved, start from a flat file and from another mesh's checkpoint."""
+    member = member_of(mesh, rank)
+    found = {saved: member.load(directory / saved) for saved in MESHES}
+    found |= {kind: member.load(directory / kind) for kind in DAMAGE}
+    found["flat"] = (1, member.init_from(directory / "pp2ep2.safetensors"))
+    found["checkpoint"] = (1, member.init_from(directory / "dp4" / "checkpoints" / "step-00000001"))
+    return found
 
 
 def flip(path: Path) -> None:
@@ -178,10 +167,9 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run per mesh, runs whose newest step is damaged for one rank, and flat files."""
     from src.trainer.checkpoint.flat import flatten
-    from tests.distributed import world
 
     directory = tmp_path_factory.mktemp("meshes")
-    world.run(4, save_all, directory)
+    visit(MESHES, save_on, directory)
     for mesh in MESHES:
         flatten(directory / mesh / "checkpoints" / "step-00000001", directory / f"{mesh}.safetensors")
     for kind, harm in DAMAGE.items():
@@ -218,9 +206,7 @@ def test_a_failure_of_one_rank_fails_all_ckpt_4(saved: Path) -> None:
 
 def test_any_mesh_to_any_mesh_ckpt_2(saved: Path) -> None:
     """CKPT-2, CKPT-5, CKPT-13: all pairs bitwise; a step damaged for one rank is passed over by all."""
-    from tests.distributed import world
-
-    results = world.run(4, load_all, saved)
+    results = visit(MESHES, load_on, saved)
     seen: set[str] = set()
     for by_mesh in results:
         for mesh, found in by_mesh.items():
