@@ -41,6 +41,8 @@ from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
 
+FORMS = 32
+"""Forms in which the layers of a model may be compiled; beyond them torch refuses."""
 ALL_DATA = ("rep", "dp", "cp", "ep")
 """Axes over which loss sums and load counts add up, stages apart."""
 
@@ -279,6 +281,8 @@ class NativeBackend:
         """Compile each layer by itself; all share one graph, whatever the counts (CMP-2, CMP-3)."""
         if self.compiled == "none":
             return
+        # Dense or not, with pads or not, windowed or not, first forward or second: more forms than torch's eight.
+        torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
         for layer in self._model.model.layers.values():
             if self._staged:
                 for stage in ("attend", "experts", "aggregate"):
