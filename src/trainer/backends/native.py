@@ -281,7 +281,7 @@ class NativeBackend:
         """Compile each layer by itself; all share one graph, whatever the counts (CMP-2, CMP-3)."""
         if self.compiled == "none":
             return
-        # Dense or not, with pads or not, windowed or not, first forward or second: more forms than torch's eight.
+        # Dense or not, with pads or not, first forward or second: more forms than torch's eight.
         torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
         for layer in self._model.model.layers.values():
             if self._staged:
