@@ -46,10 +46,10 @@ def test_every_mesh_equals_one_process(ranks: int, precisions: tuple[str, ...], 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_eight_ranks_equal_one_process(half: int) -> None:
-    """Law 1, T-4: three axes at a time, each axis alone, every schedule, dense and packed."""
-    cases = WIDE[half::2]
+    """Law 1, T-4: three axes at a time, each axis alone, every schedule; dense and packed in turn."""
+    cases = [case for k, case in enumerate(WIDE) if (k + k // 2) % 2 == half]
     (traces,) = world.run(1, all_traces, cases)
     hold(8, cases, traces, timeout=800)
 

@@ -52,7 +52,12 @@ def flat(tmp_path: Path, name: str, step: int) -> dict[str, Tensor]:
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_on_another_mesh_and_equals_one_process(tmp_path: Path) -> None:
     """CKPT-2, CKPT-5, EVAL-6: pp2ep2, then ep4, is single; the loss of every step within 1e-6 in fp32."""
-    common = ("lr_schedule=constant",)
+    common = (
+        "lr_schedule=constant",
+        "sequence_length=64",
+        "evaluation.samples=8",
+        "evaluation.sample_tokens=4",
+    )
     call(tmp_path, "train.py", "run_name=x", *common, "mesh=pp2ep2", "max_steps=3")
     run = tmp_path / "runs" / "x"
     found: dict[str, Any] = json.loads(call(tmp_path, "scripts/evaluate.py", f"run={run}"))
