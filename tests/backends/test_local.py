@@ -84,6 +84,7 @@ def measure(paths: list[Path], meshes: list[str]) -> list[dict[str, Tensor]]:
     return [step_of(path, mesh) for path in paths for mesh in meshes]
 
 
+@pytest.mark.slow
 def test_law_1_meshes_of_a_directory_equal_one_rank(tmp_path: Path) -> None:
     """Odd widths, tied heads, stacks of seven experts; with the directory's weights and without."""
     paths = [directory(tmp_path, kind, weights=kind == "tied") for kind in KINDS]

@@ -83,7 +83,7 @@ def check(root: Path, pairs: Sequence[Pair]) -> None:
 def test_each_mesh_goes_on_with_another_ones_run_ckpt_2(tmp_path: Path) -> None:
     """CKPT-2: parameters, moments, lagged shares bitwise after loading; loss and all of them follow with SGD.
 
-    Every mesh and schedule saves once and goes on once. Mutations: moments or shares that start anew are noticed.
+    Every mesh and schedule saves once and goes on once. Mutations: moments or shares that start anew show.
     """
     check(tmp_path, ring(sides()))
 

@@ -204,6 +204,7 @@ def test_a_failure_of_one_rank_fails_all_ckpt_4(saved: Path) -> None:
     assert os.listdir(saved / "ep2" / "checkpoints") == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_any_mesh_to_any_mesh_ckpt_2(saved: Path) -> None:
     """CKPT-2, CKPT-5, CKPT-13: all pairs bitwise; a step damaged for one rank is passed over by all."""
     results = visit(MESHES, load_on, saved)

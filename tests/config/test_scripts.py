@@ -42,7 +42,9 @@ def run(script: str, *words: str, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [SCRIPTS[0], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[1:])]
+)
 def test_flags_are_argparse(script: str, tmp_path: Path) -> None:
     """CFG-20: each script has --help and exits 2 for a flag that it does not have."""
     assert run(script, "--help", folder=tmp_path).stdout.startswith("usage: ")

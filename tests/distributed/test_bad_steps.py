@@ -6,6 +6,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -95,6 +96,7 @@ def bad_steps() -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_bad_value_of_one_rank_changes_nothing_on_any() -> None:
     """ENG-27: NaN in a gradient element, inf or a jump in one rank's loss: all state bitwise as before.
 

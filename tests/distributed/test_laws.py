@@ -33,8 +33,9 @@ def traces() -> Traces:
     ("ranks", "precisions"),
     [
         (1, PRECISIONS),
-        (2, PRECISIONS),
+        (2, ("fp64",)),
         (4, ("fp64",)),
+        pytest.param(2, ("fp32",), marks=pytest.mark.slow),
         pytest.param(4, ("fp32",), marks=pytest.mark.slow),
     ],
 )

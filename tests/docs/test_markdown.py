@@ -36,6 +36,7 @@ def parser(config: pytest.Config) -> Any:
     return config._parser.parse_known_and_unknown_args
 
 
+@pytest.mark.slow
 def test_doc_1_every_command_parses_and_composes(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_run_from_start_to_end_and_the_same_command_again(start: Start, tmp_pa
     assert f"run_name={run.name}-again" in text
 
 
+@pytest.mark.slow
 def test_first_failing_rank_decides(start: Start, tmp_path: Path) -> None:
     """EXIT-1, LOG-4, RANK-2, AGENT-4: 42 is 42, KILL 137, an exception 1 and its traceback on the console."""
     ways = {"exit42": (42, "ExitCode"), "raise": (1, "ValueError"), "kill": (137, "Signal")}
@@ -167,6 +168,7 @@ def test_term_stops_with_75_and_a_second_signal_kills(start: Start, tmp_path: Pa
     assert all(is_gone(pid) for name in ("saving", "deaf") for pid in rank_pids(runs / name))
 
 
+@pytest.mark.slow
 def test_a_killed_launch_leaves_no_orphan_and_is_gone_on_with(start: Start, tmp_path: Path) -> None:
     """LOCAL-2, RUN-2, RUN-5: KILL takes the ranks along within 10 s; its lock is taken over, the run goes on.
 

@@ -139,6 +139,7 @@ def test_slots(
     assert sweep._beside(new) == beside
 
 
+@pytest.mark.slow
 def test_a_failed_job_stops_no_other_and_the_sweep_goes_on(start: Start, tmp_path: Path) -> None:
     """SWEEP-3, SWEEP-4, EXIT-1: 42 is the sweep's code; typed again, done jobs stay byte for byte."""
     words = ["seed=0,1,2", "max_steps=3"]
@@ -263,6 +264,7 @@ def test_failed_data_is_in_every_directory_of_a_sweep(start: Start, tmp_path: Pa
     assert sorted(row["exit_code"] for row in rows) == [0, 0, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_sweep_after_an_edit_of_data(start: Start, tmp_path: Path) -> None:
     """SWEEP-8, RUN-8: the job whose corpus was edited runs again and says so, the other is done."""
     for name in "ab":

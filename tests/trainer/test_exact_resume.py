@@ -82,6 +82,7 @@ def is_same(one: Path, two: Path, step: int) -> bool:
     return equal and trace(one) == trace(two)
 
 
+@pytest.mark.slow
 def test_eight_and_eight_steps_equal_sixteen_bitwise_ckpt_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
