@@ -162,8 +162,7 @@ MORE_CONTEXT = {
     ],
     4: [
         Case(mesh, "gpipe", batch, "fp64", family=family)
-        for k, mesh in enumerate(CUT_BY_TWO)
-        for family, batch in (CUT[k % 2], CUT[2])
+        for mesh, (family, batch) in zip(CUT_BY_TWO, (*CUT[1:], *CUT[1:]), strict=True)
     ],
 }
 """More meshes with cp, both precisions, every family."""

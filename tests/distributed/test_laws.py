@@ -36,7 +36,7 @@ def traces() -> Traces:
         (2, ("fp64",)),
         (4, ("fp64",)),
         pytest.param(2, ("fp32",), marks=pytest.mark.slow),
-        pytest.param(4, ("fp32",), marks=pytest.mark.slow),
+        pytest.param(4, ("fp32",), marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 def test_every_mesh_equals_one_process(ranks: int, precisions: tuple[str, ...], traces: Traces) -> None:
@@ -47,10 +47,10 @@ def test_every_mesh_equals_one_process(ranks: int, precisions: tuple[str, ...], 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_eight_ranks_equal_one_process(half: int) -> None:
-    """Law 1, T-4: three axes at a time, each axis alone, every schedule; dense and packed in turn."""
-    cases = [case for k, case in enumerate(WIDE) if (k + k // 2) % 2 == half]
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in (1, 2))])
+def test_eight_ranks_equal_one_process(part: int) -> None:
+    """Law 1, T-4: three axes at a time, each axis alone, every schedule, dense and packed."""
+    cases = WIDE[part::3]
     (traces,) = world.run(1, all_traces, cases)
     hold(8, cases, traces, timeout=800)
 

@@ -96,7 +96,7 @@ def test_law_1_on_drawn_cases() -> None:
 
 @pytest.mark.slow
 def test_law_1_on_more_drawn_cases() -> None:
-    drawn(6, 4)
+    drawn(3, 4)
 
 
 @pytest.mark.slow
