@@ -67,25 +67,19 @@ class CausalLM(nn.Module, Generic[C]):
         """
         if stage is None:
             (stage,) = self.holding.stages
-        hidden_TD = self._enter(x, stage.first)
+        hidden_TD = self.enter(x, stage.first)
         for index in stage.layers:
             layer = self.model.layers[str(index)]
             hidden_TD = layer(hidden_TD, batch.at(index) if layer.is_moe else batch, dispatcher)
-        return self._leave(hidden_TD, batch, stage)
+        return self.leave(hidden_TD, batch, stage)
 
     def enter(self, x: Tensor, first: bool) -> Tensor:
         """What the first of a stage's layers takes, [T,D]: the embedding of ids [B,S], or hidden [B,S,D]."""
-        return self._enter(x, first)
-
-    def leave(self, hidden_TD: Tensor, batch: Batch, stage: Stage) -> Tensor:
-        """What a stage sends on, [B,S,D], normed on the last."""
-        return self._leave(hidden_TD, batch, stage)
-
-    def _enter(self, x: Tensor, first: bool) -> Tensor:
         hidden_BSD: Tensor = self.model.embed_tokens(x) if first else x
         return hidden_BSD.flatten(0, 1)
 
-    def _leave(self, hidden_TD: Tensor, batch: Batch, stage: Stage) -> Tensor:
+    def leave(self, hidden_TD: Tensor, batch: Batch, stage: Stage) -> Tensor:
+        """What a stage sends on, [B,S,D], normed on the last."""
         if stage.last:
             hidden_TD = self.model.norm(hidden_TD)
         B, S = batch.positions_BS.shape

@@ -1,4 +1,4 @@
-"""Torch's private names, in this file only; holds for 2.11 to 2.13.
+"""Torch's private names, here and in `timeouts.py` only; holds for 2.11 to 2.13.
 
 Torch does not publish the tables of its schedules, its runtime for tables, which adds sends and receives to
 computations and runs them, and the reduction of FSDP2 gradients outside autograd. Its pipelining is imported
