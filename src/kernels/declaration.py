@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
+
+from src.code_identity import package_version
 
 EAGER = "eager"
 """Name of the reference in plain torch, which every operation has and which runs everywhere."""
@@ -66,6 +69,8 @@ class Implementation:
     """Dtypes of its tensors; None is any floating dtype."""
     features: frozenset[str] = frozenset()
     """Abilities it has, of those that a `Need` may name."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distribution → versions that it was written for, as a specifier such as `>=4,<5`."""
     shapes: Callable[[Mapping[str, int], torch.dtype], str | None] = lambda widths, dtype: None
     """The missing capability in a sentence, if the widths do not fit."""
 
@@ -79,6 +84,10 @@ class Implementation:
             return f"takes {_listed(map(_short, self.dtypes))}, not {_short(dtype)}"
         if need.features - self.features:
             return f"cannot do {_listed(need.features - self.features)}"
+        for package, versions in self.packages.items():
+            found = package_version(package)
+            if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
+                return f"needs {package} {versions}, and {found or 'none'} is installed"
         if bitwise and not all(self.deterministic):
             return "is not deterministic, which determinism=bitwise asks for"
         return self.shapes(need.widths, dtype)
