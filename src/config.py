@@ -258,7 +258,7 @@ class BalanceConfig:
     bias_rate: float = 1e-3
     """How far an expert's bias moves in a step, towards the mean load (bias)."""
     force: str = choice("none", "even", "uniform", "dirichlet")
-    """`none` routes as learned; the others replace the choice of experts for benchmarks."""
+    """`none` trains with the routers' choice; `even` deals experts out in turn, the others draw them."""
 
 
 @dataclass

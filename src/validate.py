@@ -303,10 +303,22 @@ def _backend(config: Config) -> Iterator[Problem]:
         yield from conversion.problems(config.model)
 
 
+def _force(config: Config) -> Iterator[Problem]:
+    """Forced choices where no router of ours or of a known conversion makes any (DET-4)."""
+    force = config.balance.force
+    if force != "none" and not config.model.num_experts and not isinstance(config.model, HfConfig):
+        message = f"{force}, but {config.model.name} has no experts that a choice could be forced on"
+        yield Problem("balance.force", message, "type balance.force=none", "DET-4")
+
+
 def _local_model(config: Config, model: HfConfig) -> Iterator[Problem]:
     """What a model that we know from its description only cannot do."""
     from src.trainer.data.synthetic import is_dense  # It takes numpy with it.
 
+    force = config.balance.force
+    if force != "none":
+        message = f"{force}, but the routers of {model.path} are transformers' own"
+        yield Problem("balance.force", message, "type balance.force=none", "backend")
     if config.balance.kind != "none" or config.balance.z_loss:
         message = f"{config.balance.kind}, but the routers of {model.path} are transformers' own"
         yield Problem("balance", message, "balance=none balance.z_loss=0", "backend")
@@ -352,5 +364,5 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
-    *(_model, _backend, _checkpoint, _resume, _logger, _profile),
+    *(_model, _backend, _force, _checkpoint, _resume, _logger, _profile),
 )

@@ -20,7 +20,7 @@ from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
 Key = tuple[str, str, str, int]
-"""Model, batch, precision and micro-batch size: what the oracle of a case depends on."""
+"""Model with who routes, batch, precision and micro-batch size: what the oracle of a case depends on."""
 MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
@@ -46,6 +46,8 @@ class Case:
     """What is computed again."""
     model: ModelConfig | None = None
     """Another model than the family's."""
+    force: str = "none"
+    """Who chooses the experts, if not the routers."""
 
     @property
     def balance(self) -> str:
@@ -56,13 +58,15 @@ class Case:
 
     def __str__(self) -> str:
         options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
+        options += () if self.force == "none" else (self.force,)
         return "-".join((self.family, self.mesh.spec, *options))
 
     @property
     def key(self) -> Key:
         """What the oracle depends on: meshes and schedules share one."""
         unit = BLOCK if self.balance == "sequence" else self.block
-        return self.model.name if self.model else self.family, self.batch, self.precision, unit
+        name = self.model.name if self.model else self.family
+        return f"{name} {self.force}", self.batch, self.precision, unit
 
 
 MESHES = {
@@ -230,7 +234,7 @@ def make_config(case: Case) -> Config:
         pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
-        balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
+        balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02, force=case.force),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
         sequence_length=length_of(case.batch),
