@@ -2,8 +2,8 @@
 
 A choice is a function of the seed, the layer and the token's number in the whole training, so it is the same
 on every mesh and after a resume, and nothing is stored for it (DET-4, CKPT-8). `even` deals the experts
-out in turn. `uniform` makes every set of K as likely as any other. `dirichlet` draws the popularity of a layer's
-experts once, from Dirichlet(0.5), and then K distinct ones for each token. Evaluation routes as learned.
+out in turn. `uniform` makes every set of K as likely as any other. `dirichlet` draws the popularity of a
+layer's experts once, from Dirichlet(0.5), then K distinct ones for each token. Evaluation routes as learned.
 Letters: T tokens, E experts, K top-k.
 """
 
