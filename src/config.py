@@ -358,7 +358,15 @@ class ProfileConfig:
     """A window of steps that is traced."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step of the window; empty traces nothing."""
+    """First and last step of the window, as the log counts them; empty traces nothing."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace; empty is all of them."""
+    memory: bool = False
+    """Also dump the allocator's history over the window (GPU)."""
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is traced, or next to one: tracing warms up before it and is written after it."""
+        return bool(self.steps) and self.steps[0] - 1 <= step <= self.steps[1] + 1
 
 
 @dataclass

@@ -23,6 +23,8 @@ from src.trainer.data import keys
 from src.trainer.parallel import rules
 
 TRACKERS = ("wandb", "tensorboard")
+MOST_TRACED = 10
+"""Steps of a trace at most: one of a large model has some ten thousand events."""
 
 
 def validate(config: Config) -> list[Problem]:
@@ -357,9 +359,26 @@ def _logger(config: Config) -> Iterator[Problem]:
 
 
 def _profile(config: Config) -> Iterator[Problem]:
-    steps = config.profile.steps
-    if steps and (len(steps) != 2 or not 0 <= steps[0] <= steps[1]):
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         yield Problem("profile.steps", f"{steps} is no window", "type 'profile.steps=[10,12]'", "PROF-1")
+    elif steps and steps[1] - steps[0] >= MOST_TRACED:
+        message = f"{steps[1] - steps[0] + 1} steps make a trace that no viewer opens; at most {MOST_TRACED}"
+        fix = f"type 'profile.steps=[{steps[0]},{steps[0] + MOST_TRACED - 1}]'"
+        yield Problem("profile.steps", message, fix, "PROF-1")
+    elif steps and steps[1] > config.max_steps:
+        message = f"{steps}, but the run ends with step {config.max_steps}"
+        yield Problem("profile.steps", message, f"type max_steps={steps[1]}", "PROF-1")
+    outside = [rank for rank in ranks if not 0 <= rank < config.mesh.world]
+    if outside:
+        message = f"{outside} are none of the {config.mesh.world} ranks"
+        yield Problem("profile.ranks", message, "type 'profile.ranks=[0]', or [] for all", "PROF-1")
+    if config.profile.memory and not steps:
+        message = "true, but no step is traced"
+        yield Problem("profile.memory", message, "type 'profile.steps=[10,12]' too", "BENCH-4")
+    if config.profile.memory and config.platform.name == "cpu":
+        message = "true, but the allocator of platform=cpu keeps no history"
+        yield Problem("profile.memory", message, "type profile.memory=false", "BENCH-4")
 
 
 _PARTS = (

@@ -21,6 +21,7 @@ from src.trainer.callbacks.base import Callback
 from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
+from src.trainer.callbacks.profiling import Profiling
 from src.trainer.callbacks.steady import SteadyTimeouts
 from src.trainer.callbacks.tracking import trackers
 from src.trainer.checkpoint.agree import agree
@@ -174,7 +175,10 @@ def make_callbacks(run: Run) -> list[Callback]:
     listeners = [*tracking, *dump]
     evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
     steady = [SteadyTimeouts()] if run.runtime.world > 1 else []
-    return [*steady, *listeners, *evaluating, Checkpointing()]
+    profile = run.config.profile
+    traces = bool(profile.steps) and run.runtime.rank in (profile.ranks or range(run.runtime.world))
+    profiling = [Profiling(run.config, run.runtime.device)] if traces else []
+    return [*steady, *listeners, *evaluating, Checkpointing(), *profiling]
 
 
 @contextmanager

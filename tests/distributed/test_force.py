@@ -180,3 +180,12 @@ def test_a_second_forward_keeps_the_choice(traces: Traces) -> None:
     layers_and_blocks = 4 * len(blocks(case.batch, 0))
     assert len(seen) == 2 * layers_and_blocks
     assert len(set(seen)) == layers_and_blocks, "both forwards of a layer and micro-batch have one choice"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("force", ["even", "uniform", "dirichlet"])
+def test_a_gpu_draws_what_a_cpu_does(force: str) -> None:
+    """DET-4: integers wrap alike; logarithms may differ in the last place, their order does not."""
+    device = torch.device("cuda", 0)
+    there = Force(config_of(force), [1, 2], device).ids(1, TOKENS.to(device))
+    assert torch.equal(there.cpu(), ids_of(force, TOKENS))
