@@ -170,6 +170,8 @@ class DataConfig:
     """Vocabulary of synthetic tokens (synthetic)."""
     documents: int = 4096
     """Number of synthetic training samples, and an eighth as many held out (synthetic)."""
+    document_length: int | None = None
+    """Mean tokens of a document, which then vary and are packed; null is what the rule has (synthetic)."""
     split_seed: int = 42
     """Chooses the held-out documents; apart from the training seed."""
     shuffle_seed: int | None = None
