@@ -45,6 +45,7 @@ class Ops:
     swiglu: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rope: Callable[..., Any]
+    rotary_heads: Callable[..., Any]
     latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
@@ -73,6 +74,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("torch_grouped_mm_cuda",),
         "rope": ("real",),
+        "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),
         "router_linear": ("split",),
         "swiglu": ("triton",),

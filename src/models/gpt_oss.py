@@ -51,9 +51,7 @@ class SinkAttention(nn.Module):
         """Queries [B,S,H,C], keys and values [B,S,G,C]; the rotary pairs lie half a head apart (ATT-2)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BSHC, k_BSGC, v_BSGC = (p(x_BSD).unflatten(-1, (-1, self.config.head_dim)) for p in projections)
-        q_BSHC = self.ops.rope(q_BSHC, cos_BSR, sin_BSR, interleaved=False)
-        k_BSGC = self.ops.rope(k_BSGC, cos_BSR, sin_BSR, interleaved=False)
-        return q_BSHC, k_BSGC, v_BSGC
+        return *self.ops.rotary_heads(q_BSHC, k_BSGC, cos_BSR, sin_BSR), v_BSGC
 
 
 class GptOss(CausalLM[GptOssConfig]):

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.kernels import attention, grouped_mm, latent_heads, linear_cross_entropy, rope, router_linear, swiglu
+from src.kernels import (
+    attention,
+    grouped_mm,
+    latent_heads,
+    linear_cross_entropy,
+    rope,
+    rotary_heads,
+    router_linear,
+    swiglu,
+)
 from src.kernels.adamw import Adam, adamw, triton_adamw
 from tests.models.tools import relative
 
@@ -178,6 +187,25 @@ def test_op_11_latent_heads() -> None:
         return joined
 
     agree(of(latent_heads.triton_latent_heads), of(partial(latent_heads.latent_heads, rope.rope)), [q, kv, k])
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_op_11_rotary_heads(normed: bool) -> None:
+    inputs = leaves((2, 33, 8, 128), (2, 33, 2, 128), (128,), (128,), dtype=torch.bfloat16)[
+        : 4 if normed else 2
+    ]
+    angles = torch.randn(2, 33, 64, device="cuda")
+
+    def of(function: Any) -> Callable[..., Any]:
+        def joined(*inputs: Tensor) -> Tensor:
+            wide = inputs[0].dtype if inputs[0].dtype == torch.float64 else torch.float32
+            gains = (inputs[2:], 1e-6) if normed else ()
+            return torch.cat(function(*inputs[:2], angles.cos().to(wide), angles.sin().to(wide), *gains), 2)
+
+        return joined
+
+    reference = partial(rotary_heads.rotary_heads, rope.rope)
+    agree(of(rotary_heads.triton_rotary_heads), of(reference), inputs)
 
 
 def test_op_5_swiglu() -> None:
