@@ -72,7 +72,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
     "cuda": {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
-        "grouped_mm": ("torch_grouped_mm_cuda",),
+        "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
         "rope": ("real",),
         "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),

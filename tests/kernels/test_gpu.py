@@ -21,6 +21,7 @@ from src.kernels import (
     swiglu,
 )
 from src.kernels.adamw import Adam, adamw, triton_adamw
+from src.kernels.registry import implementations
 from tests.models.tools import relative
 
 pytestmark = pytest.mark.gpu
@@ -101,8 +102,12 @@ LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_op_1_grouped_products(load: str) -> None:
+@pytest.mark.parametrize("name", ["torch_grouped_mm_cuda", "quack"])
+def test_op_1_grouped_products(name: str, load: str) -> None:
     """NUM-4 too: rows past the last offset hold NaN, and reach neither outputs nor gradients."""
+    if name == "quack":
+        pytest.importorskip("quack", reason="quack-kernels is not installed")
+    product = implementations()["grouped_mm"][name].function
     offs = torch.tensor(LOADS[load], device="cuda").cumsum(0).int()
     end = int(offs[-1])
     x, w = leaves((1024, 64), (8, 48, 64), dtype=torch.bfloat16)
@@ -111,11 +116,11 @@ def test_op_1_grouped_products(load: str) -> None:
         return lambda a, b: function(a, b, offs)
 
     if end == 1024:
-        agree(rows(grouped_mm.torch_grouped_mm_cuda), rows(grouped_mm.grouped_mm), [x, w])
+        agree(rows(product), rows(grouped_mm.grouped_mm), [x, w])
         return
     x[end:] = float("nan")
     a, b = x.requires_grad_(), w.requires_grad_()
-    y = grouped_mm.torch_grouped_mm_cuda(a, b, offs)
+    y = product(a, b, offs)
     y.sum().backward()
     assert a.grad is not None
     assert b.grad is not None
