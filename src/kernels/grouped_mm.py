@@ -108,7 +108,7 @@ def _differentiable(name: str, rows: Product, outer: Product) -> Callable[..., T
     return grouped_mm
 
 
-def _aligned(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
+def aligned(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
     """The library's products want rows of whole 16 bytes; forward alone would pass in bf16."""
     bad = [f"{name} {width}" for name, width in widths.items() if width * dtype.itemsize % 16]
     return f"needs rows of a multiple of 16 bytes, which {', '.join(bad)} in {dtype} are not" if bad else None
@@ -129,7 +129,7 @@ IMPLEMENTATIONS = (
         saves="x, weight",
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        shapes=_aligned,
+        shapes=aligned,
     ),
     Implementation(
         "grouped_mm",
@@ -140,7 +140,7 @@ IMPLEMENTATIONS = (
         devices=frozenset({"cuda"}),
         archs=HOPPER_ON,  # Older ones loop, with a look at the offsets (pytorch #186620).
         dtypes=frozenset({torch.bfloat16}),
-        shapes=_aligned,
+        shapes=aligned,
     ),
     Implementation(
         "grouped_mm",
@@ -152,6 +152,6 @@ IMPLEMENTATIONS = (
         archs=frozenset({"sm90"}),
         dtypes=frozenset({torch.bfloat16}),
         packages=PACKAGES,
-        shapes=_aligned,
+        shapes=aligned,
     ),
 )

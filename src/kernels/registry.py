@@ -42,6 +42,7 @@ class Ops:
     permute: Callable[..., Any]
     unpermute: Callable[..., Any]
     combine: Callable[..., Any]
+    local_experts: Callable[..., Any]
     swiglu: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rope: Callable[..., Any]
@@ -53,6 +54,11 @@ class Ops:
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
+
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether a layer whose experts are all here computes its stages 2 to 5 as one operation."""
+        return self.choices["local_experts"].name != EAGER
 
     def record(self) -> dict[str, Any]:
         """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
@@ -73,6 +79,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
+        "local_experts": ("quack",),
         "rope": ("real",),
         "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),

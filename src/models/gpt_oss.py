@@ -76,8 +76,10 @@ class GptOss(CausalLM[GptOssConfig]):
         features = {"packed", "window", "sinks"} | (
             {"gqa"} if config.num_kv_heads < config.num_heads else set()
         )
+        products = Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size})
         return {
             "attention": Need(frozenset(features), {"key": config.head_dim, "value": config.head_dim}),
-            "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
+            "grouped_mm": products,
+            "local_experts": products.plus("biased_experts"),
             "swiglu": Need(frozenset({"clamped"})),
         }

@@ -78,7 +78,9 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
     @staticmethod
     def needs(config: Qwen3MoeConfig) -> dict[str, Need]:
         """What this model asks of the operations whose implementations differ in ability."""
+        products = Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size})
         return {
             "attention": attention_need(config),
-            "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
+            "grouped_mm": products,
+            "local_experts": products,
         }

@@ -102,6 +102,21 @@ for sizes in ((2, 3, 3, 1, 6, True), (1, 9, 4, 2, 8, True), (2, 3, 5, 5, 10, Fal
         assert x.any() or not B
 """
 
+GATHER_SUM = """
+from src.kernels import gather_sum as op
+from src.kernels.combine import combine
+from src.kernels.permute import unpermute
+op.BLOCK = 16
+torch.manual_seed(0)
+for T, K, D in ((0, 2, 8), (5, 3, 37), (4, 1, 16)):
+    rows, weights, residual = torch.randn(T * K, D), torch.rand(T, K), torch.randn(T, D)
+    slot_row = torch.randperm(T * K).to(torch.int32)
+    split = unpermute(rows, slot_row.argsort(), slot_row, K)
+    want = combine(split, weights, residual)
+    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, residual), want)
+    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, None), split.sum(1))
+"""
+
 SWIGLU = """
 from src.kernels import swiglu as op
 op.BLOCK = 16
@@ -142,6 +157,7 @@ CODES = {
     "tail": TAIL,
     "latent_heads": LATENT_HEADS,
     "rotary_heads": ROTARY_HEADS,
+    "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
     "opcheck": OPCHECK,
 }

@@ -15,6 +15,7 @@ from src.kernels import (
     grouped_mm,
     latent_heads,
     linear_cross_entropy,
+    local_experts,
     rope,
     rotary_heads,
     router_linear,
@@ -22,6 +23,7 @@ from src.kernels import (
 )
 from src.kernels.adamw import Adam, adamw, triton_adamw
 from src.kernels.registry import implementations
+from src.kernels.sort_by_expert import sort_by_expert
 from tests.models.tools import relative
 
 pytestmark = pytest.mark.gpu
@@ -130,6 +132,35 @@ def test_op_1_grouped_products(name: str, load: str) -> None:
     assert relative(y[:end], want) < 1e-2
     assert bool(torch.isfinite(b.grad).all())
     assert not b.grad[3].any()
+
+
+@pytest.mark.parametrize("experts", [8, 3, 1])
+def test_op_6_local_experts(experts: int) -> None:
+    """Half of the experts or fewer get all rows; gradients of the others are zero, not old memory."""
+    pytest.importorskip("quack", reason="quack-kernels is not installed")
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(257, experts, generator=generator).argsort(1)[:, : min(3, experts)].cuda() * 2
+    order = sort_by_expert(ids, 16)
+    shapes = ((257, 128), tuple(ids.shape), (257, 128), (16, 192, 128), (16, 128, 96))
+    x, w, residual, up, down = leaves(*shapes, dtype=torch.bfloat16)
+    scaled = [x, w.float().sigmoid(), residual, up * 128**-0.5, down * 96**-0.5]
+
+    def of(function: Any) -> Callable[..., Any]:
+        def call(x: Tensor, w: Tensor, residual: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            out: Tensor = function(x, w if x.dtype == torch.float64 else w.float(), residual, order, up, down)
+            return out
+
+        return call
+
+    ours, reference = of(local_experts.quack_local_experts), of(local_experts.local_experts)
+    agree(ours, reference, [x, scaled[1].bfloat16(), *scaled[2:]])
+    leaf = scaled[3].requires_grad_()
+    torch.full((1 << 28,), float("nan"), device="cuda")
+    local_experts.quack_local_experts(*scaled[:3], order, leaf, scaled[4]).sum().backward()
+    assert leaf.grad is not None
+    unused = ~torch.isin(torch.arange(16, device="cuda"), ids)
+    assert not leaf.grad[unused].any()
+    assert bool(torch.isfinite(leaf.grad).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
