@@ -51,6 +51,7 @@ class Ops:
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
+    accumulate: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
@@ -86,6 +87,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_linear": ("split",),
         "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
+        "accumulate": ("triton",),
         "adamw": ("triton",),
     },
 }

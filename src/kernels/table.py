@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from src.kernels import (
+    accumulate,
     adamw,
     attention,
     combine,
@@ -43,5 +44,6 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "router_linear": router_linear.IMPLEMENTATIONS,
     "linear": linear.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
+    "accumulate": accumulate.IMPLEMENTATIONS,
     "adamw": adamw.IMPLEMENTATIONS,
 }

@@ -102,6 +102,18 @@ for sizes in ((2, 3, 3, 1, 6, True), (1, 9, 4, 2, 8, True), (2, 3, 5, 5, 10, Fal
         assert x.any() or not B
 """
 
+ACCUMULATE = """
+from src.kernels import accumulate as op
+op.BLOCK = 16
+torch.manual_seed(0)
+for n in (0, 1, 37):
+    parts = [torch.randn(n).half() for _ in range(3)]
+    totals = [None, None]
+    for part in parts:
+        totals = [f(t, part, torch.float32) for f, t in zip((op.triton_accumulate, op.accumulate), totals)]
+    assert torch.equal(*totals) and totals[0].dtype == torch.float32, n
+"""
+
 GATHER_SUM = """
 from src.kernels import gather_sum as op
 from src.kernels.combine import combine
@@ -157,6 +169,7 @@ CODES = {
     "tail": TAIL,
     "latent_heads": LATENT_HEADS,
     "rotary_heads": ROTARY_HEADS,
+    "accumulate": ACCUMULATE,
     "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
     "opcheck": OPCHECK,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from src.kernels import (
+    accumulate,
     attention,
     grouped_mm,
     latent_heads,
@@ -223,6 +224,17 @@ def test_op_11_latent_heads() -> None:
         return joined
 
     agree(of(latent_heads.triton_latent_heads), of(partial(latent_heads.latent_heads, rope.rope)), [q, kv, k])
+
+
+def test_eng_15_gradients_add_up_as_torch_adds_them() -> None:
+    parts = [leaves((1000, 77), dtype=torch.bfloat16, std=0.1**i)[0] for i in range(3)]
+    found, want = None, None
+    for part in parts:
+        found = accumulate.triton_accumulate(found, part, torch.float32)
+        want = accumulate.accumulate(want, part, torch.float32)
+    assert found is not None
+    assert want is not None
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("normed", [True, False])
