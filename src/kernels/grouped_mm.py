@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, HOPPER_ON, Implementation
+from src.kernels.grouped_quack import PACKAGES, quack_outer, quack_rows
 from src.kernels.later import Later
 from src.kernels.opaque import opaque
+from src.kernels.tail import zero_tail
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-TAIL_ROWS = 64
-"""Rows that one program of the tail's kernel looks after."""
 
 
 def loop_rows(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
@@ -50,14 +49,8 @@ def library_rows(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
 
 def library_rows_cuda(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
     """`library_rows` without a look at the offsets: a kernel that mostly does nothing zeroes the tail."""
-    from src.kernels.fused.tail import tail_kernel
-
-    torch._assert_async(offs_E[-1] <= x_ND.shape[0], "the last offset is beyond the rows")
     y_NM = F.grouped_mm(x_ND, w_EMD.transpose(1, 2), offs=offs_E)
-    rows, width = y_NM.shape
-    if rows:
-        programs = (rows + TAIL_ROWS - 1) // TAIL_ROWS
-        tail_kernel[(programs,)](y_NM, offs_E, offs_E.shape[0], rows, WIDTH=width, ROWS=TAIL_ROWS, BLOCK=1024)
+    zero_tail(y_NM, offs_E)
     return y_NM
 
 
@@ -115,7 +108,7 @@ def _differentiable(name: str, rows: Product, outer: Product) -> Callable[..., T
     return grouped_mm
 
 
-def _aligned(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
+def aligned(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
     """The library's products want rows of whole 16 bytes; forward alone would pass in bf16."""
     bad = [f"{name} {width}" for name, width in widths.items() if width * dtype.itemsize % 16]
     return f"needs rows of a multiple of 16 bytes, which {', '.join(bad)} in {dtype} are not" if bad else None
@@ -124,6 +117,7 @@ def _aligned(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
 grouped_mm = _differentiable("grouped_mm_loop", loop_rows, loop_outer)
 torch_grouped_mm = _differentiable("grouped_mm_library", library_rows, library_outer)
 torch_grouped_mm_cuda = _differentiable("grouped_mm_cuda", library_rows_cuda, library_outer)
+quack_grouped_mm = _differentiable("grouped_mm_quack", quack_rows, quack_outer)
 
 IMPLEMENTATIONS = (
     Implementation("grouped_mm", EAGER, grouped_mm, deterministic=(True, True), saves="x, weight"),
@@ -135,7 +129,7 @@ IMPLEMENTATIONS = (
         saves="x, weight",
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        shapes=_aligned,
+        shapes=aligned,
     ),
     Implementation(
         "grouped_mm",
@@ -146,6 +140,18 @@ IMPLEMENTATIONS = (
         devices=frozenset({"cuda"}),
         archs=HOPPER_ON,  # Older ones loop, with a look at the offsets (pytorch #186620).
         dtypes=frozenset({torch.bfloat16}),
-        shapes=_aligned,
+        shapes=aligned,
+    ),
+    Implementation(
+        "grouped_mm",
+        "quack",
+        quack_grouped_mm,
+        deterministic=(True, True),
+        saves="x, weight",
+        devices=frozenset({"cuda"}),
+        archs=frozenset({"sm90"}),
+        dtypes=frozenset({torch.bfloat16}),
+        packages=PACKAGES,
+        shapes=aligned,
     ),
 )

@@ -90,7 +90,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         T, V = h_TD.shape[0], w_VD.shape[0]
         loss_T = torch.empty(T, dtype=torch.float32, device=h_TD.device)
         dh_TD = torch.empty_like(h_TD)
-        dw_VD = torch.zeros(w_VD.shape, dtype=torch.float32, device=h_TD.device) if grad else None
+        dw_VD = torch.empty(w_VD.shape, dtype=torch.float32, device=h_TD.device) if grad else None
+        if dw_VD is not None and not T:
+            dw_VD.zero_()
         buffer_CV = h_TD.new_empty(min(FUSED_ROWS, T), V)
         for start in range(0, T, FUSED_ROWS):
             rows = slice(start, start + FUSED_ROWS)
@@ -99,7 +101,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             _losses(logits_CV, labels_T[rows], scale, loss_T[rows], grad)
             if dw_VD is not None:  # Now they are the gradient.
                 torch.mm(logits_CV, w_VD, out=dh_TD[rows])
-                _accumulate(dw_VD, logits_CV, h_TD[rows])
+                _accumulate(dw_VD, logits_CV, h_TD[rows], is_first=start == 0)
         if dw_VD is not None:
             ctx.save_for_backward(dh_TD, dw_VD)
             ctx.dtype = w_VD.dtype
@@ -132,12 +134,15 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _accumulate(dw_VD: Tensor, dlogits_CV: Tensor, h_CD: Tensor) -> None:
-    """dw += dlogitsᵀ·h in fp32; on CUDA the product itself adds, without a rounded copy in between."""
-    if dw_VD.is_cuda and dlogits_CV.dtype != torch.float32:
-        torch.addmm(dw_VD, dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
+def _accumulate(dw_VD: Tensor, dlogits_CV: Tensor, h_CD: Tensor, is_first: bool) -> None:
+    """dw (+)= dlogitsᵀ·h in fp32; on CUDA the product itself adds, without a rounded copy in between."""
+    if not dw_VD.is_cuda or dlogits_CV.dtype == torch.float32:
+        product = dlogits_CV.T @ h_CD
+        dw_VD.copy_(product) if is_first else dw_VD.add_(product)
+    elif is_first:
+        torch.mm(dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
     else:
-        dw_VD.add_(dlogits_CV.T @ h_CD)
+        torch.addmm(dw_VD, dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
 
 
 def triton_linear_cross_entropy(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:

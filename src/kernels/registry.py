@@ -42,16 +42,24 @@ class Ops:
     permute: Callable[..., Any]
     unpermute: Callable[..., Any]
     combine: Callable[..., Any]
+    local_experts: Callable[..., Any]
     swiglu: Callable[..., Any]
     rms_norm: Callable[..., Any]
     rope: Callable[..., Any]
+    rotary_heads: Callable[..., Any]
     latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
+    accumulate: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
+
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether a layer whose experts are all here computes its stages 2 to 5 as one operation."""
+        return self.choices["local_experts"].name != EAGER
 
     def record(self) -> dict[str, Any]:
         """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
@@ -71,12 +79,15 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
     "cuda": {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
-        "grouped_mm": ("torch_grouped_mm_cuda",),
+        "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
+        "local_experts": ("quack",),
         "rope": ("real",),
+        "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),
         "router_linear": ("split",),
         "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
+        "accumulate": ("triton",),
         "adamw": ("triton",),
     },
 }

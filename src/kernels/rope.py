@@ -19,7 +19,7 @@ def rope(x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool)
     if not interleaved:
         return real_rope(x_BSHR, cos_BSR, sin_BSR, interleaved=False)
     # As complex numbers, neighbours take a third of the time on CPU, forward and backward.
-    pairs_BSHR2 = widen(x_BSHR).reshape(*x_BSHR.shape[:-1], -1, 2)
+    pairs_BSHR2 = widen(x_BSHR).reshape(*x_BSHR.shape[:-1], cos_BSR.shape[-1], 2)
     if any(stride % 2 for stride in pairs_BSHR2.stride()[:-1]):  # Complex numbers lie on even addresses.
         pairs_BSHR2 = pairs_BSHR2.contiguous()
     turned = torch.view_as_complex(pairs_BSHR2) * torch.complex(cos_BSR, sin_BSR)[:, :, None]
@@ -28,7 +28,8 @@ def rope(x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool)
 
 def real_rope(x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool) -> Tensor:
     """`rope` in real numbers: Inductor fuses these and has no complex ones."""
-    sizes, part = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    pairs = cos_BSR.shape[-1]
+    sizes, part = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     a_BSHR, b_BSHR = widen(x_BSHR).reshape(*x_BSHR.shape[:-1], *sizes).unbind(part)
     cos_BS1R, sin_BS1R = cos_BSR[:, :, None], sin_BSR[:, :, None]
     turned = (a_BSHR * cos_BS1R - b_BSHR * sin_BS1R, a_BSHR * sin_BS1R + b_BSHR * cos_BS1R)

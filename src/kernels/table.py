@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from src.kernels import (
+    accumulate,
     adamw,
     attention,
     combine,
@@ -13,9 +14,11 @@ from src.kernels import (
     latent_heads,
     linear,
     linear_cross_entropy,
+    local_experts,
     permute,
     rms_norm,
     rope,
+    rotary_heads,
     route,
     router_linear,
     sort_by_expert,
@@ -32,12 +35,15 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "permute": permute.IMPLEMENTATIONS,
     "unpermute": permute.INVERSE_IMPLEMENTATIONS,
     "combine": combine.IMPLEMENTATIONS,
+    "local_experts": local_experts.IMPLEMENTATIONS,
     "swiglu": swiglu.IMPLEMENTATIONS,
     "rms_norm": rms_norm.IMPLEMENTATIONS,
     "rope": rope.IMPLEMENTATIONS,
+    "rotary_heads": rotary_heads.IMPLEMENTATIONS,
     "latent_heads": latent_heads.IMPLEMENTATIONS,
     "router_linear": router_linear.IMPLEMENTATIONS,
     "linear": linear.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
+    "accumulate": accumulate.IMPLEMENTATIONS,
     "adamw": adamw.IMPLEMENTATIONS,
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from src.kernels.registry import Ops
 from src.kernels.route import Routed
+from src.kernels.sort_by_expert import Order
 from src.models.layers import ROUTER, ROUTER_BIAS, Experts, ParamSpec, RMSNorm, SwiGLU
 from src.models.protocol import Batch, Carry, Dispatcher, Routing, run_layer
 from src.models.schema import ModelConfig, MoeConfig
@@ -94,6 +95,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops = ops
         self.is_moe = isinstance(mlp, MoE)
+        self.is_fused = self.is_moe and ops.fuses_experts
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -121,6 +123,15 @@ class DecoderLayer(nn.Module):
         if routing is None:
             return carry.residual_TD + rows
         out_TD: Tensor = self.ops.combine(rows, routing.weights_TK, carry.residual_TD)
+        return out_TD
+
+    def local(self, tokens_TD: Tensor, routing: Routing, carry: Carry, order: Order) -> Tensor:
+        """Stages 2 to 5 as one operation, where all experts are here."""
+        assert isinstance(self.mlp, MoE)
+        experts, weights_TK = self.mlp.experts, routing.weights_TK
+        out_TD: Tensor = self.ops.local_experts(
+            tokens_TD, weights_TK, carry.residual_TD, order, experts.gate_up, experts.down
+        )
         return out_TD
 
     def forward(self, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:

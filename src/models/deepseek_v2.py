@@ -131,7 +131,9 @@ class DeepseekV2(CausalLM[DeepseekV2Config]):
         """What this model asks of the operations whose implementations differ in ability."""
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
         features = {"packed"} if key == config.v_head_dim else {"packed", "unequal_widths"}
+        products = Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size})
         return {
             "attention": Need(frozenset(features), {"key": key, "value": config.v_head_dim}),
-            "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
+            "grouped_mm": products,
+            "local_experts": products,
         }

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from src.kernels.registry import Ops
+from src.kernels.sort_by_expert import Order
 
 
 class LocalPlan(NamedTuple):
@@ -24,9 +25,14 @@ class LocalDispatcher:
         self.experts = experts
         self.ops = ops
 
+    def order(self, ids_TK: Tensor) -> Order:
+        """See `protocol.Dispatcher`."""
+        order: Order = self.ops.sort_by_expert(ids_TK, self.experts)
+        return order
+
     def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, LocalPlan]:
         """Rows [T·K,D] by (expert, token), int32 counts [E], the plan."""
-        order = self.ops.sort_by_expert(ids_TK, self.experts)
+        order = self.order(ids_TK)
         plan = LocalPlan(order.row_slot_N, order.slot_row_N, ids_TK.shape[1])
         counts_E = order.offs_E.diff(prepend=order.offs_E.new_zeros(1))
         return self.dispatch_again(tokens_TD, plan), counts_E, plan

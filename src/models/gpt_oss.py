@@ -51,9 +51,7 @@ class SinkAttention(nn.Module):
         """Queries [B,S,H,C], keys and values [B,S,G,C]; the rotary pairs lie half a head apart (ATT-2)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q_BSHC, k_BSGC, v_BSGC = (p(x_BSD).unflatten(-1, (-1, self.config.head_dim)) for p in projections)
-        q_BSHC = self.ops.rope(q_BSHC, cos_BSR, sin_BSR, interleaved=False)
-        k_BSGC = self.ops.rope(k_BSGC, cos_BSR, sin_BSR, interleaved=False)
-        return q_BSHC, k_BSGC, v_BSGC
+        return *self.ops.rotary_heads(q_BSHC, k_BSGC, cos_BSR, sin_BSR), v_BSGC
 
 
 class GptOss(CausalLM[GptOssConfig]):
@@ -78,8 +76,10 @@ class GptOss(CausalLM[GptOssConfig]):
         features = {"packed", "window", "sinks"} | (
             {"gqa"} if config.num_kv_heads < config.num_heads else set()
         )
+        products = Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size})
         return {
             "attention": Need(frozenset(features), {"key": config.head_dim, "value": config.head_dim}),
-            "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
+            "grouped_mm": products,
+            "local_experts": products.plus("biased_experts"),
             "swiglu": Need(frozenset({"clamped"})),
         }

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from src.kernels.sort_by_expert import Order
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -135,6 +137,8 @@ class Layer(Protocol):
     """A decoder layer of any family."""
 
     is_moe: bool
+    is_fused: bool
+    """Whether `local` stands in for stages 2 to 5 where it can."""
 
     def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
         """Stage 1: tokens [T,D] for the experts (or the dense FFN), routing (None if dense), the carry."""
@@ -148,9 +152,17 @@ class Layer(Protocol):
         """Stage 5: hidden [T,D] = residual + sum over k of weight·row; rows are [T,K,D], [T,D] if dense."""
         ...
 
+    def local(self, tokens_TD: Tensor, routing: Routing, carry: Carry, order: Order) -> Tensor:
+        """Stages 2 to 5 as one operation, where all experts are here."""
+        ...
+
 
 class Dispatcher(Protocol):
     """Stages 2 and 4."""
+
+    def order(self, ids_TK: Tensor) -> Order | None:
+        """The order of the rows by expert where all experts are here; None where rows travel."""
+        ...
 
     def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, object]:
         """Rows [R,D] ordered by (local expert, source rank, token), int32 counts [E/ep], an opaque plan."""
@@ -166,10 +178,13 @@ class Dispatcher(Protocol):
 
 
 def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatcher) -> Tensor:
-    """The five stages back to back, under plain autograd."""
+    """The five stages back to back, or the last four as one operation, under plain autograd."""
     tokens_TD, routing, carry = layer.attend(hidden_TD, batch)
     if routing is None:
         return layer.aggregate(layer.experts(tokens_TD, None), None, carry)
+    order = dispatcher.order(routing.ids_TK) if layer.is_fused else None
+    if order is not None:
+        return layer.local(tokens_TD, routing, carry, order)
     rows_RD, counts_E, plan = dispatcher.dispatch(tokens_TD, routing.ids_TK)
     rows_TKD = dispatcher.combine(layer.experts(rows_RD, counts_E), plan)
     return layer.aggregate(rows_TKD, routing, carry)

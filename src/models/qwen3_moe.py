@@ -44,12 +44,13 @@ class GroupedAttention(nn.Module):
 
     def heads(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,S,H,C], keys and values [B,S,G,C]; the rotary pairs lie half a head apart (ATT-2)."""
-        rope, per_head = self.ops.rope, (-1, self.config.head_dim)
-        q_BSHC = self.q_norm(self.q_proj(x_BSD).unflatten(-1, per_head))
-        k_BSGC = self.k_norm(self.k_proj(x_BSD).unflatten(-1, per_head))
-        v_BSGC = self.v_proj(x_BSD).unflatten(-1, per_head)
-        q_BSHC, k_BSGC = (rope(x, cos_BSR, sin_BSR, interleaved=False) for x in (q_BSHC, k_BSGC))
-        return q_BSHC, k_BSGC, v_BSGC
+        C, normed = self.config.head_dim, isinstance(self.q_norm, RMSNorm)
+        q_BSHC, k_BSGC, v_BSGC = (
+            p(x_BSD).unflatten(-1, (-1, C)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        gains = (self.q_norm.weight, self.k_norm.weight) if normed else None
+        heads = self.ops.rotary_heads(q_BSHC, k_BSGC, cos_BSR, sin_BSR, gains, self.config.rms_norm_eps)
+        return *heads, v_BSGC
 
 
 def attention_need(config: Qwen3MoeConfig | DenseConfig) -> Need:
@@ -77,7 +78,9 @@ class Qwen3Moe(CausalLM[Qwen3MoeConfig]):
     @staticmethod
     def needs(config: Qwen3MoeConfig) -> dict[str, Need]:
         """What this model asks of the operations whose implementations differ in ability."""
+        products = Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size})
         return {
             "attention": attention_need(config),
-            "grouped_mm": Need(widths={"hidden_size": config.hidden_size, "expert_size": config.expert_size}),
+            "grouped_mm": products,
+            "local_experts": products,
         }

@@ -82,6 +82,53 @@ for H, nope, rotated, value in ((3, 5, 6, 7), (4, 8, 4, 8), (1, 16, 2, 3)):
 """
 
 
+ROTARY_HEADS = """
+from functools import partial
+from src.kernels import rotary_heads as op
+from src.kernels.rope import rope
+op.TOKENS = 4
+torch.manual_seed(0)
+for sizes in ((2, 3, 3, 1, 6, True), (1, 9, 4, 2, 8, True), (2, 3, 5, 5, 10, False), (0, 3, 2, 1, 4, True)):
+    B, S, H, G, C, normed = sizes
+    q, k, gains = torch.randn(B, S, H, C), torch.randn(B, S, G, C), [torch.randn(C), torch.randn(C)]
+    angles, ups = torch.randn(B, S, C // 2), [torch.randn(B, S, H, C), torch.randn(B, S, G, C)]
+    found = []
+    for f in (op.triton_rotary_heads, partial(op.rotary_heads, rope)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, *gains)][: None if normed else 2]
+        out = f(*leaves[:2], angles.cos(), angles.sin(), *((tuple(leaves[2:]), 1e-5) if normed else ()))
+        found.append([*out, *torch.autograd.grad(out, leaves, ups)])
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert x.any() or not B
+"""
+
+ACCUMULATE = """
+from src.kernels import accumulate as op
+op.BLOCK = 16
+torch.manual_seed(0)
+for n in (0, 1, 37):
+    parts = [torch.randn(n).half() for _ in range(3)]
+    totals = [None, None]
+    for part in parts:
+        totals = [f(t, part, torch.float32) for f, t in zip((op.triton_accumulate, op.accumulate), totals)]
+    assert torch.equal(*totals) and totals[0].dtype == torch.float32, n
+"""
+
+GATHER_SUM = """
+from src.kernels import gather_sum as op
+from src.kernels.combine import combine
+from src.kernels.permute import unpermute
+op.BLOCK = 16
+torch.manual_seed(0)
+for T, K, D in ((0, 2, 8), (5, 3, 37), (4, 1, 16)):
+    rows, weights, residual = torch.randn(T * K, D), torch.rand(T, K), torch.randn(T, D)
+    slot_row = torch.randperm(T * K).to(torch.int32)
+    split = unpermute(rows, slot_row.argsort(), slot_row, K)
+    want = combine(split, weights, residual)
+    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, residual), want)
+    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, None), split.sum(1))
+"""
+
 SWIGLU = """
 from src.kernels import swiglu as op
 op.BLOCK = 16
@@ -98,15 +145,17 @@ for N, F in ((0, 8), (3, 16), (5, 37)):
 """
 
 OPCHECK = """
-from src.kernels import latent_heads, swiglu
+from src.kernels import latent_heads, rotary_heads, swiglu
 torch.manual_seed(0)
 ops, tests = torch.ops.manyhead, ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-cos, sin = torch.randn(2, 3, 3), torch.randn(2, 3, 3)
+cos, sin, turn = torch.randn(2, 3, 3), torch.randn(2, 3, 3), torch.randn(2, 3, 6)
 q, kv, k = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 12), torch.randn(2, 3, 14)[..., 8:]
 dq, dk, dv = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 7)
 for op, arguments in (
     (ops.swiglu, (torch.randn(5, 16),)),
     (ops.swiglu_backward, (torch.randn(5, 16), torch.randn(5, 8))),
+    (ops.rotary_heads, (kv, torch.randn(12), turn, turn, 1e-6)),
+    (ops.rotary_heads_backward, (kv, kv + 1, torch.randn(12), turn, turn, 1e-6)),
     (ops.latent_heads, (q, kv, k, cos, sin)),
     (ops.latent_heads_backward, (dq, dk, dv, cos, sin)),
 ):
@@ -119,6 +168,9 @@ CODES = {
     "linear_cross_entropy": CROSS_ENTROPY,
     "tail": TAIL,
     "latent_heads": LATENT_HEADS,
+    "rotary_heads": ROTARY_HEADS,
+    "accumulate": ACCUMULATE,
+    "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
     "opcheck": OPCHECK,
 }

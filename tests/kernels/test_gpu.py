@@ -10,8 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.kernels import attention, grouped_mm, latent_heads, linear_cross_entropy, rope, router_linear, swiglu
+from src.kernels import (
+    accumulate,
+    attention,
+    grouped_mm,
+    latent_heads,
+    linear_cross_entropy,
+    local_experts,
+    rope,
+    rotary_heads,
+    router_linear,
+    swiglu,
+)
 from src.kernels.adamw import Adam, adamw, triton_adamw
+from src.kernels.registry import implementations
+from src.kernels.sort_by_expert import sort_by_expert
 from tests.models.tools import relative
 
 pytestmark = pytest.mark.gpu
@@ -92,8 +105,12 @@ LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_op_1_grouped_products(load: str) -> None:
+@pytest.mark.parametrize("name", ["torch_grouped_mm_cuda", "quack"])
+def test_op_1_grouped_products(name: str, load: str) -> None:
     """NUM-4 too: rows past the last offset hold NaN, and reach neither outputs nor gradients."""
+    if name == "quack":
+        pytest.importorskip("quack", reason="quack-kernels is not installed")
+    product = implementations()["grouped_mm"][name].function
     offs = torch.tensor(LOADS[load], device="cuda").cumsum(0).int()
     end = int(offs[-1])
     x, w = leaves((1024, 64), (8, 48, 64), dtype=torch.bfloat16)
@@ -102,11 +119,11 @@ def test_op_1_grouped_products(load: str) -> None:
         return lambda a, b: function(a, b, offs)
 
     if end == 1024:
-        agree(rows(grouped_mm.torch_grouped_mm_cuda), rows(grouped_mm.grouped_mm), [x, w])
+        agree(rows(product), rows(grouped_mm.grouped_mm), [x, w])
         return
     x[end:] = float("nan")
     a, b = x.requires_grad_(), w.requires_grad_()
-    y = grouped_mm.torch_grouped_mm_cuda(a, b, offs)
+    y = product(a, b, offs)
     y.sum().backward()
     assert a.grad is not None
     assert b.grad is not None
@@ -116,6 +133,35 @@ def test_op_1_grouped_products(load: str) -> None:
     assert relative(y[:end], want) < 1e-2
     assert bool(torch.isfinite(b.grad).all())
     assert not b.grad[3].any()
+
+
+@pytest.mark.parametrize("experts", [8, 3, 1])
+def test_op_6_local_experts(experts: int) -> None:
+    """Half of the experts or fewer get all rows; gradients of the others are zero, not old memory."""
+    pytest.importorskip("quack", reason="quack-kernels is not installed")
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(257, experts, generator=generator).argsort(1)[:, : min(3, experts)].cuda() * 2
+    order = sort_by_expert(ids, 16)
+    shapes = ((257, 128), tuple(ids.shape), (257, 128), (16, 192, 128), (16, 128, 96))
+    x, w, residual, up, down = leaves(*shapes, dtype=torch.bfloat16)
+    scaled = [x, w.float().sigmoid(), residual, up * 128**-0.5, down * 96**-0.5]
+
+    def of(function: Any) -> Callable[..., Any]:
+        def call(x: Tensor, w: Tensor, residual: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            out: Tensor = function(x, w if x.dtype == torch.float64 else w.float(), residual, order, up, down)
+            return out
+
+        return call
+
+    ours, reference = of(local_experts.quack_local_experts), of(local_experts.local_experts)
+    agree(ours, reference, [x, scaled[1].bfloat16(), *scaled[2:]])
+    leaf = scaled[3].requires_grad_()
+    torch.full((1 << 28,), float("nan"), device="cuda")
+    local_experts.quack_local_experts(*scaled[:3], order, leaf, scaled[4]).sum().backward()
+    assert leaf.grad is not None
+    unused = ~torch.isin(torch.arange(16, device="cuda"), ids)
+    assert not leaf.grad[unused].any()
+    assert bool(torch.isfinite(leaf.grad).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,6 +224,36 @@ def test_op_11_latent_heads() -> None:
         return joined
 
     agree(of(latent_heads.triton_latent_heads), of(partial(latent_heads.latent_heads, rope.rope)), [q, kv, k])
+
+
+def test_eng_15_gradients_add_up_as_torch_adds_them() -> None:
+    parts = [leaves((1000, 77), dtype=torch.bfloat16, std=0.1**i)[0] for i in range(3)]
+    found, want = None, None
+    for part in parts:
+        found = accumulate.triton_accumulate(found, part, torch.float32)
+        want = accumulate.accumulate(want, part, torch.float32)
+    assert found is not None
+    assert want is not None
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_op_11_rotary_heads(normed: bool) -> None:
+    inputs = leaves((2, 33, 8, 128), (2, 33, 2, 128), (128,), (128,), dtype=torch.bfloat16)[
+        : 4 if normed else 2
+    ]
+    angles = torch.randn(2, 33, 64, device="cuda")
+
+    def of(function: Any) -> Callable[..., Any]:
+        def joined(*inputs: Tensor) -> Tensor:
+            wide = inputs[0].dtype if inputs[0].dtype == torch.float64 else torch.float32
+            gains = (inputs[2:], 1e-6) if normed else ()
+            return torch.cat(function(*inputs[:2], angles.cos().to(wide), angles.sin().to(wide), *gains), 2)
+
+        return joined
+
+    reference = partial(rotary_heads.rotary_heads, rope.rope)
+    agree(of(rotary_heads.triton_rotary_heads), of(reference), inputs)
 
 
 def test_op_5_swiglu() -> None:

@@ -23,12 +23,12 @@ DEVICES = [
 ]
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
-CUDA = {"rope": "real", "latent_heads": "triton", "swiglu": "triton"}
-CUDA |= {"linear_cross_entropy": "triton", "adamw": "triton"}
+CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
+CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
-    ("cuda", torch.float64): {"rope": "real", "latent_heads": "real"},
+    ("cuda", torch.float64): {"rope": "real", "rotary_heads": "real", "latent_heads": "real"},
     ("cuda", torch.float32): CUDA | {"attention": "sdpa_efficient"},
     ("cuda", torch.bfloat16): CUDA
     | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda", "router_linear": "split"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.kernels.rope import rope
 from src.kernels.route import Routed
 from src.models.convert.table import CONVERSIONS
 from src.models.layers import Rotary
@@ -336,7 +337,11 @@ def unlike_norms(model: Any) -> None:
 
 def neighbours_rotated(model: Any) -> None:
     """The rotary pairs of DeepSeek's weights."""
-    replaced(model, "rope", lambda rope: lambda x, cos, sin, interleaved: rope(x, cos, sin, interleaved=True))
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        return rope(x, cos, sin, interleaved=not interleaved)
+
+    replaced(model, "rotary_heads", lambda heads: partial(heads.func, turn))
 
 
 def heads_in_turn(model: Any) -> None:

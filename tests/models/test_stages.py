@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import src.models
+from src.kernels.local_experts import local_experts
 from src.models.build import Stage, alone, build, whole
 from src.models.counts import moe_layers
 from src.models.dispatch import LocalDispatcher
@@ -101,6 +103,34 @@ def test_eng_10_staged_equals_back_to_back_bitwise(
         found = gradients(layer)
         assert torch.equal(grad(first), grad(second))
         assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def second_weight_dropped(tokens: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    """A planted fault: no gradient for all but the first routing weight."""
+    return local_experts(tokens, torch.cat((weights[:, :1], weights[:, 1:].detach()), 1), *rest)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe"])
+@pytest.mark.parametrize(("fused", "equal"), [(local_experts, True), (second_weight_dropped, False)])
+def test_op_6_layers_equal_their_stages_as_one_operation(family: str, fused: Any, equal: bool) -> None:
+    """Where a fused operation is chosen, layers with experts hand it all that stages 2 to 5 would use."""
+    config = odd.MEMBERS[family]()
+    model, dispatcher = make(config)
+    data = batch(LENGTH, documents=DOCUMENTS)
+    upstream = torch.randn(2 * LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_fused in (False, True):
+        hidden = torch.randn(upstream.shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        out = hidden
+        for layer in model.model.layers.values():
+            layer.is_fused = is_fused and layer.is_moe
+            layer.ops = replace(layer.ops, local_experts=fused)
+            out = layer(out, data, dispatcher)
+        model.zero_grad()
+        out.backward(upstream)
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append([out.detach(), grad(hidden), *grads.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) == equal
 
 
 @pytest.mark.parametrize("family", odd.MEMBERS)

@@ -67,7 +67,7 @@ class NativeBackend:
         """The chosen implementation of each operation."""
         self._precision = precision
         self._sharded = is_sharded(runtime)
-        self._masters = None if self._sharded else Masters(model, precision.parameters)
+        self._masters = None if self._sharded else Masters(model, precision.parameters, ops.accumulate)
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         held = self._masters.parameters if self._masters else dict(model.named_parameters())

@@ -56,6 +56,9 @@ class ExpertDispatcher:
         self._local = experts // self._ranks
         assert self._local * self._ranks == experts, (experts, self._ranks)
 
+    def order(self, ids_TK: Tensor) -> None:
+        """See `protocol.Dispatcher`: rows travel."""
+
     def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
         """Send tokens to the owners of their experts.
 

@@ -6,7 +6,7 @@ reductions would be four copies of the model a step for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,12 @@ def cast_for_compute(model: nn.Module, specs: Mapping[str, ParamSpec], precision
 class Masters:
     """fp32 copies of the parameters of a model, and the way there and back."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`dtype` is that of the masters; what the model holds in it already is its own master."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, accumulate: Callable[..., Tensor]) -> None:
+        """`dtype` is that of the masters; what the model holds in it already is its own master.
+
+        `accumulate` is the operation of that name.
+        """
+        self._accumulate = accumulate
         self._held = dict(model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = {
             name: p if p.dtype == dtype else nn.Parameter(torch.empty_like(p, dtype=dtype))
@@ -65,9 +69,4 @@ class Masters:
             parameter.grad = None
             if gradient is None:
                 continue
-            if only:
-                master.grad = gradient
-            elif master.grad is None:
-                master.grad = gradient.to(master.dtype)
-            else:
-                master.grad.add_(gradient)
+            master.grad = gradient if only else self._accumulate(master.grad, gradient, master.dtype)
