@@ -17,7 +17,7 @@ from types import GenericAlias, UnionType
 from typing import Any, get_type_hints
 
 from src.bench import record
-from src.bench.lines import COLUMNS, row_of
+from src.bench.table import COLUMNS, NEWEST_COLUMNS, newest_rows, row_of
 from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
@@ -26,6 +26,8 @@ from src.models.schema import FAMILIES, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RESULTS = "benchmarks/bench_model.jsonl"
+NOTHING = "Nothing has been recorded yet."
 SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
 
 
@@ -45,9 +47,8 @@ def main() -> int:
 
 def documents() -> list[Path]:
     """Markdown files that hold a generated table."""
-    return [
-        path for path in sorted(ROOT.glob("docs/**/*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))
-    ]
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return [path for path in pages if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def regenerate(text: str) -> str:
@@ -86,15 +87,18 @@ def options() -> str:
 
 def benchmarks() -> str:
     """Every measured side of `benchmarks/bench_model.jsonl`, in the order in which they were measured."""
-    path = ROOT / "benchmarks/bench_model.jsonl"
-    lines = [line for line in record.read(path) if line["schema"] == record.SCHEMA] if path.is_file() else []
-    if not lines:
-        return "Nothing has been recorded yet."
+    lines = record.read_current(ROOT / RESULTS)
     rows = [
         (line["date"][:10], (line["commit"] or "-")[:7], line["card"]["name"], *row_of(line))
         for line in lines
     ]
-    return table(("date", "commit", "card", *COLUMNS), rows)
+    return table(("date", "commit", "card", *COLUMNS), rows) if rows else NOTHING
+
+
+def speed() -> str:
+    """Of each comparison the newest line, both sides in one row."""
+    rows = newest_rows(record.read_current(ROOT / RESULTS))
+    return table(NEWEST_COLUMNS, rows) if rows else NOTHING
 
 
 HEAD = ("key", "takes", "default", "meaning")
@@ -150,6 +154,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "environment": environment,
     "options": options,
     "benchmarks": benchmarks,
+    "speed": speed,
 }
 """Name of a block → what makes it."""
 
