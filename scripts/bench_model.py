@@ -120,7 +120,7 @@ def measure(groups: Sequence[Group], options: Options, out: Path, again: bool) -
     masters = [config for config in configs if config.precision.name == "master"]
     runtime = start((masters or configs)[0])
     # Several precisions compile the same code; beyond the limit torch would run it uncompiled without a word.
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     ceilings = measure_ceilings(runtime.device)
     collect(runtime.device)
