@@ -114,7 +114,7 @@ def test_bench_9_mistakes_and_failures_leave_nothing(
     assert left_behind(checkout) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_bench_9_an_interrupt_leaves_nothing(checkout: Path, number: signal.Signals) -> None:
     """BENCH-9: in the middle of a run worktree, runs and the process that trains are gone."""
     code = (

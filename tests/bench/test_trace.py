@@ -108,10 +108,10 @@ def test_own_times_leave_out_what_was_called() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that traces its steps 4 and 5, and the same without."""
+    """A run that traces its steps 3 and 4, and the same without."""
     root = tmp_path_factory.mktemp("traced")
-    options = {"max_steps": 7, "logger": LoggerConfig(flush_every=5)}
-    run_here(small_config(root, profile=ProfileConfig(steps=[4, 5]), **options), root / "traced")
+    options = {"max_steps": 6, "logger": LoggerConfig(flush_every=4)}
+    run_here(small_config(root, profile=ProfileConfig(steps=[3, 4]), **options), root / "traced")
     run_here(small_config(root, **options), root / "plain")
     return root
 
@@ -120,14 +120,17 @@ def test_prof_1_a_window_is_traced_and_marked(runs: Path) -> None:
     """PROF-1, LOG-4: one file; the steps of the window and next to it are marked and have no speed."""
     assert [path.name for path in (runs / "traced/profile").iterdir()] == [Path(TRACE).name]
     found = read(runs / "traced" / TRACE)
-    assert [(step.number, step.logs) for step in found.steps] == [(4, False), (5, True)]
+    table = "\n".join(found.lines(3))
+    assert all(name in table for name, *_ in found.profile.kernels[:3])
+    assert f"{found.profile.share['dense']:.1%}" in table
+    assert [(step.number, step.logs) for step in found.steps] == [(3, False), (4, True)]
     assert min(step.launches for step in found.steps) > 100
     assert found.profile.share["dense"] > 0 < found.profile.share["head"]
     assert sum(found.profile.share.values()) == pytest.approx(1)
     marked = [
         (line["step"], line["profiled"], line["tokens_per_s"] is None) for line in lines(runs / "traced")
     ]
-    assert marked[2:] == [(s, s < 7, s < 7) for s in range(3, 8)]
+    assert marked[2:] == [(s, s < 6, s < 6) for s in range(3, 7)]
 
 
 def test_prof_2_tracing_changes_no_bit_and_nothing_is_there_without(runs: Path) -> None:
@@ -138,17 +141,13 @@ def test_prof_2_tracing_changes_no_bit_and_nothing_is_there_without(runs: Path) 
     assert not any(line["profiled"] for line in lines(runs / "plain"))
 
 
-def test_prof_3_the_script_prints_a_table_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """PROF-3: groups, kernels and a row a step; the same as one object."""
-    assert profile_report.main([str(runs / "traced"), "--kernels", "3"]) == 0
-    table = capsys.readouterr().out
+def test_prof_3_the_script_prints_one_object(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PROF-3: groups, kernels and a row a step as JSON; the table is made of the same."""
     assert profile_report.main([str(runs / "traced"), "--json", "--kernels", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["share"]) == set(GROUPS)
     assert len(found["kernels"]) == 3
-    assert all(kernel["name"] in table for kernel in found["kernels"])
-    assert [step["number"] for step in found["steps"]] == [4, 5]
-    assert f"{found['share']['dense']:.1%}" in table
+    assert [step["number"] for step in found["steps"]] == [3, 4]
 
 
 def test_prof_3_what_is_no_trace_is_told(

@@ -98,8 +98,7 @@ def test_lengths_by_rule(rule: str, dense: bool) -> None:
 
 
 def test_documents_of_a_given_mean_length_are_packed() -> None:
-    """PACK-1: lengths from 2 to 2·L - 2 whose mean is L; samples are full of them, and no kernel may take them
-    for whole ones."""
+    """PACK-1: lengths from 2 to 2·L - 2 whose mean is L; samples are full of them and are not dense."""
     config = synthetic_config("uniform", data__document_length=17, data__documents=3000)
     data = open_data(config)
     lengths = data.train.source.lengths
