@@ -1,4 +1,4 @@
-"""The device and the package versions that rules and quirks ask about; made up in tests, imports no package."""
+"""The device and the package versions that rules and quirks ask about; imports none of the packages."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from src.config import (
+    BackendConfig,
     BalanceConfig,
     Config,
     KernelsConfig,
@@ -46,6 +47,8 @@ class Case:
     """What is computed again."""
     model: ModelConfig | None = None
     """Another model than the family's."""
+    device: str = "cpu"
+    """Where the ranks compute; of several ranks on `cuda` all share one card. The oracle is on a CPU."""
 
     @property
     def balance(self) -> str:
@@ -56,7 +59,9 @@ class Case:
 
     def __str__(self) -> str:
         options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
-        return "-".join((self.family, self.mesh.spec, *options))
+        return "-".join(
+            (self.family, self.mesh.spec, *options, *([self.device] if self.device != "cpu" else []))
+        )
 
     @property
     def key(self) -> Key:
@@ -222,6 +227,17 @@ def matrix(ranks: int) -> list[Case]:
     ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *AGAIN.get(ranks, []), *FAMILIES[ranks]]
 
 
+SHARED = [
+    case
+    for ranks in (1, 4)
+    for case in matrix(ranks)
+    if case.mesh.pp * case.mesh.cp == 1 and (ranks == 1 or case.precision == "fp64" or case.mesh.rep > 1)
+]
+"""What ranks of one world can do that share a card: one rank each by itself, and four over rep, dp and ep.
+
+Stages (pp) and blocks of keys (cp) travel by send and receive, and gloo's take addresses of the host only."""
+
+
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
@@ -230,6 +246,7 @@ def make_config(case: Case) -> Config:
         pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
+        backend=BackendConfig(compile="none"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
         precision=PrecisionConfig(name=case.precision),
         seed=0,

@@ -83,14 +83,13 @@ def test_kda_3_a_rule_that_would_keep_nothing_changes_nothing() -> None:
     nothing = rule("backward", keep=lambda config: False)
     tuner = tuned.backward.fn
     before, cache = tuner.configs, tuner.cache
-    with (
-        pytest.warns(RuntimeWarning, match="would_empty|kept 0 of 12") as caught,
-        narrowed([nothing], ROCM, USED) as outcomes,
-    ):
-        assert [o.status for o in outcomes] == ["would_empty"]
-        assert tuner.configs is before
-        assert tuner.cache is cache
+    narrowing = narrowed([nothing], ROCM, USED)
+    with pytest.warns(RuntimeWarning, match="kept 0 of 12") as caught:
+        outcomes = narrowing.__enter__()
     assert len(caught) == 1
+    assert [o.status for o in outcomes] == ["would_empty"]
+    assert tuner.configs is before
+    assert tuner.cache is cache
 
 
 def test_kda_4_twice_is_once() -> None:
@@ -148,10 +147,8 @@ def test_kda_6_winners_of_a_package_file(tmp_path: Path) -> None:
     assert tuned.TIMED == []
 
 
-def test_kda_6_kda_8_winners_of_tritons_disk_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was timed before lies on the disk, is clamped when it comes from there, and stays as it is there."""
+def test_kda_6_kda_8_winners_of_tritons_disk_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was timed before lies on the disk, is clamped when it comes from there, and stays there as it is."""
     module = sys.modules["triton.runtime.autotuner"]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "driver", Driver())
@@ -281,13 +278,17 @@ def test_kda_11_and_12_the_record_is_plain_and_the_list_says_why() -> None:
 
 
 def test_kda_14_targets_that_are_gone_are_said_once() -> None:
-    """Absent, renamed, without a config list; and no gate may ask for an architecture, for it is not given one."""
-    for kernels, module in ((("gone",), RULE.module), (("untuned",), RULE.module), ((), "tests.kernels.gone")):
+    """Absent, renamed, without a config list; no gate can ask for an architecture, for it is given none."""
+    for kernels, module in (
+        (("gone",), RULE.module),
+        (("untuned",), RULE.module),
+        ((), "tests.kernels.gone"),
+    ):
         gone = replace(RULE, kernels=kernels, module=module)
         with pytest.warns(RuntimeWarning, match="not_found") as caught, narrowed([gone], ROCM, USED) as found:
             assert [o.status for o in found] == ["not_found"]
         assert len(caught) == 1
-    assert {field for field in Toolchain.__dataclass_fields__} == {"device", "versions", "interpreted"}
+    assert set(Toolchain.__dataclass_fields__) == {"device", "versions", "interpreted"}
 
 
 def test_kda_14_every_rule_expires_and_its_clamp_is_kept() -> None:

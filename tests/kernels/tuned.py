@@ -70,7 +70,9 @@ class FromFile(Autotuner):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.path is not None:
             found = json.loads(self.path.read_text())
-            self.cache[(args[1], *(str(a.dtype) for a in args if hasattr(a, "dtype")))] = triton.Config(**found)
+            self.cache[(args[1], *(str(a.dtype) for a in args if hasattr(a, "dtype")))] = triton.Config(
+                **found
+            )
         return super().run(*args, **kwargs)
 
 
@@ -78,8 +80,12 @@ jitted = triton.jit(plain)
 tune = triton.autotune(configs(), key=["n"], do_bench=bench)
 backward = triton.heuristics({"EVEN": even})(tune(jitted))
 forward = Foreign(triton.autotune(configs(), key=["n"], do_bench=bench)(triton.jit(plain)))
-inner = triton.autotune(configs(), key=["n"], do_bench=bench)(triton.heuristics({"EVEN": even})(triton.jit(plain)))
-from_file = FromFile(triton.jit(plain), ["x", "n", "m", "TILE", "EVEN"], configs(), ["n"], None, None, do_bench=bench)
+inner = triton.autotune(configs(), key=["n"], do_bench=bench)(
+    triton.heuristics({"EVEN": even})(triton.jit(plain))
+)
+from_file = FromFile(
+    triton.jit(plain), ["x", "n", "m", "TILE", "EVEN"], configs(), ["n"], None, None, do_bench=bench
+)
 deep: Any = inner
 for _ in range(8):
     deep = Foreign(deep)
@@ -91,7 +97,9 @@ pruned = triton.autotune(
     configs(),
     key=["n"],
     do_bench=bench,
-    prune_configs_by={"early_config_prune": lambda offered, named, **rest: SEEN.append(list(offered)) or offered},
+    prune_configs_by={
+        "early_config_prune": lambda offered, named, **rest: SEEN.append(list(offered)) or offered
+    },
 )(triton.jit(plain))
 SEEN: list[list[Any]] = []
 SEVERAL = (backward.fn, forward.fn, inner, from_file, pruned)

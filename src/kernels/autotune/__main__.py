@@ -1,4 +1,4 @@
-"""`python -m src.kernels.autotune --list`: the rules, their gates and reasons, and whether each applies here."""
+"""`python -m src.kernels.autotune --list`: the rules, their gates, reasons and whether each applies here."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Outcome:
     rule: str
     kernel: str
     status: str
-    """`narrowed`, `already`, `would_empty`, `not_found`; of the whole rule `not_applicable` or `unused`."""
+    """`narrowed`, `already`, `would_empty`, `not_found`; of a rule `unused`, `not_applicable`."""
     kept: int = 0
     of: int = 0
     why: str = ""

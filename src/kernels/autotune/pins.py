@@ -1,7 +1,7 @@
 """One config for each key of a tuned Triton kernel, without timing: `kernels.autotune=pinned` (KDA-13).
 
-Timing picks differently from run to run, and another tile is another order of summation. Pinned, a kernel takes
-the first config that the rules and its own pruning leave, or the one that the run's files name.
+Timing picks differently from run to run, and another tile is another order of summation. Pinned, a kernel
+takes the first config that the rules and its own pruning leave, or the one that the run's files name.
 """
 
 from __future__ import annotations

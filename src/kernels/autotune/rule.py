@@ -21,8 +21,9 @@ class Rule:
     kernels: tuple[str, ...]
     """Names of the tuned kernels there."""
     when: Callable[[Toolchain], bool]
-    """Whether the fault can be there; its docstring is what `--list` prints. Never asks for an architecture: a
-    pass that is wrong on one chip is taken to be wrong on the next (KDA-14)."""
+    """Whether the fault can be there; its docstring is what `--list` prints.
+
+    No rule asks for an architecture: what is wrong on one chip is taken to be wrong on the next (KDA-14)."""
     versions: Mapping[str, str]
     """Package → versions that have the fault; each ends somewhere."""
     keep: Callable[[Any], bool]
@@ -32,7 +33,7 @@ class Rule:
     reason: str
     remove_when: str
     measured_cost: str
-    """What narrowing costs: of the kernel, of the operation, from end to end; and what it costs without need."""
+    """What narrowing costs: the kernel, the operation, from end to end; and what it costs without need."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a package has no upper version bound, or none is named."""
