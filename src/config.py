@@ -91,7 +91,7 @@ class KernelsConfig:
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
     autotune: str = choice("auto", "pinned")
-    """How tuned Triton kernels get a config: `auto` times them, `pinned` takes the first allowed and keeps it.
+    """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
 
     `determinism=bitwise` pins whatever is set."""
     quirks_disabled: list[str] = field(default_factory=list)

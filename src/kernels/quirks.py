@@ -1,8 +1,9 @@
 """Faults of other people's code that a run meets: when they are there, what is done, until when (PATCH).
 
 A quirk is either repaired here, by a patch that a context manager undoes, or met by a wrapper of ours, which
-is named; then it is a fact in the record. `tests/kernels/test_quirks.py` holds for each a test that it is still
-needed, which fails once the package is mended. Nothing here imports torch: the config's check reads the ids.
+is named; then it is a fact in the record. `tests/kernels/test_quirks.py` holds for each a test that it is
+still needed, which fails once the package is mended. The config's check reads the ids, so that nothing here
+imports torch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_context_parallel_meshes_equal_one_process() -> None:
 @pytest.mark.parametrize(
     ("device", "cases"),
     [
-        pytest.param("cuda", SHARED, marks=pytest.mark.gpu),
+        pytest.param("cuda:0", SHARED, marks=pytest.mark.gpu),
         pytest.param("cpu", SHARED[3::7], marks=pytest.mark.slow),
     ],
     ids=["cuda", "cpu"],

@@ -148,7 +148,7 @@ def test_kda_6_winners_of_a_package_file(tmp_path: Path) -> None:
 
 
 def test_kda_6_kda_8_winners_of_tritons_disk_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was timed before lies on the disk, is clamped when it comes from there, and stays there as it is."""
+    """What was timed before comes from the disk clamped, and stays there as it is."""
     module = sys.modules["triton.runtime.autotuner"]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "driver", Driver())

@@ -39,9 +39,9 @@ class Outcome:
 
 
 class Clamped(dict[Any, Any]):
-    """The winners of a tuner, none beyond a rule: a clamped copy takes an unsafe one's place, under its key.
+    """The winners of a tuner, none beyond a rule: a clamped copy takes an unsafe one's place.
 
-    Whoever puts a winner in meets the rule: Triton's tuning and disk cache, or a package's own file. A dropped
+    Whoever puts a winner in meets the rule: Triton's tuning, its disk cache, a package's own file. A dropped
     entry would be tuned again at every call; the config itself may stand in the list of another kernel.
     """
 

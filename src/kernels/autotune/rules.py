@@ -21,8 +21,8 @@ FLA_KDA_STAGES = Rule(
     clamp={"num_stages": 2},
     reason="pipelining over 4 stages aborts Triton's AMD compiler, and the process with it (triton #9815)",
     remove_when="triton 3.7 is the oldest supported",
-    measured_cost="5.4 % of a kernel, 0.96 % of the operation, from end to end within 0.8 % of noise (Primus); "
-    "the forward kernel is narrowed without need today: 4 stages would win it 4.9 %",
+    measured_cost="5.4 % of a kernel, 0.96 % of the operation, within 0.8 % of noise from end to end "
+    "(Primus); the forward kernel is narrowed without need today: 4 stages would win it 4.9 %",
 )
 
 RULES = table(FLA_KDA_STAGES)
