@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is there on Linux only")
 
@@ -348,3 +349,41 @@ def test_kda_13_the_key_is_tritons() -> None:
     typed = type("Typed", (), {"dtype": "bf16"})()
     tuned.backward.run(typed, 8, 3, grid=(1,), warmup=False)
     assert list(tuned.backward.fn.cache) == [key_of(tuned.backward.fn, (typed, 8, 3), {"EVEN": True})]
+
+
+def on_device() -> tuple[Any, Any]:
+    """A real kernel and its tuner, which times it by Triton's own clock."""
+    tuner = tuned.backward.fn
+    tuner.fn, tuner._do_bench = tuner.jit, None
+    return tuned.backward, tuner
+
+
+@pytest.mark.gpu
+def test_kda_6_kda_10_on_a_device() -> None:
+    """A winner with 4 stages, tuned and compiled: clamped, reported, launched 100 times without a clock."""
+    kernel, tuner = on_device()
+    x = torch.zeros(16, device="cuda")
+    kernel[(1,)](x, 8, 3)
+    (key,) = tuner.cache
+    assert key == (8, "torch.float32")
+    tuner.cache[key] = tuner.configs[2]
+    kernel[(1,)](x, 8, 3)
+    with narrowed([rule("backward")], ROCM, USED) as outcomes:
+        assert "unsafe kernels were compiled before" in outcomes[0].why
+        tuner.do_bench = None  # Timing would fail.
+        for _ in range(100):
+            kernel[(1,)](x, 8, 4)
+        assert tuner.best_config.num_stages == 2
+    assert x.tolist() == [12.0] * 16
+
+
+@pytest.mark.gpu
+def test_kda_13_on_a_device(tmp_path: Path) -> None:
+    kernel, tuner = on_device()
+    tuner._do_bench = lambda call, quantiles: pytest.fail("timed")
+    x = torch.zeros(16, device="cuda")
+    with pinned(tmp_path, 0):
+        kernel[(1,)](x, 8, 3)
+    assert x.tolist() == [11.0] * 16
+    assert tuner.best_config is tuner.configs[0]
+    assert (tmp_path / "rank_0.json").exists()

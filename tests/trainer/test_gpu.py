@@ -136,9 +136,9 @@ def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path, recompute: str) -
 
 
 def losses_of(folder: Path, *overrides: str) -> list[float]:
-    """Of three steps of a command in fp32."""
+    """Of three steps of a command."""
     words = ["data=synthetic", "data.ids=48", "model.num_layers=2", "sequence_length=32", "max_steps=3"]
-    words += ["precision=fp32", "kernels=eager", "evaluation=none", "run_name=run", f"paths.runs={folder}"]
+    words += ["evaluation=none", "run_name=run", f"paths.runs={folder}"]
     done = subprocess.run(
         [sys.executable, "train.py", *words, *overrides], cwd=CHECKOUT, capture_output=True, text=True
     )
@@ -149,6 +149,15 @@ def losses_of(folder: Path, *overrides: str) -> list[float]:
 @pytest.mark.parametrize("platform", ["cuda"])
 def test_a_launch_whose_ranks_share_a_card(tmp_path: Path, platform: str) -> None:
     """`launcher.share_device`: two ranks over gloo train as one rank on a CPU does."""
+    plain = ["precision=fp32", "kernels=eager"]
     both = ["mesh=ep2", "launcher.share_device=true", f"platform={platform}"]
-    shared, alone = losses_of(tmp_path / "ep2", *both), losses_of(tmp_path / "one", "platform=cpu")
-    assert shared == pytest.approx(alone, rel=1e-4)
+    shared = losses_of(tmp_path / "ep2", *plain, *both)
+    assert shared == pytest.approx(losses_of(tmp_path / "one", *plain, "platform=cpu"), rel=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cuda"])
+def test_det_1_two_bitwise_runs_have_the_same_losses(tmp_path: Path, platform: str) -> None:
+    """DET-1, DET-5, DET-6: in the dtypes, kernels and compiled layers that a run takes by default."""
+    words = ["determinism=bitwise", "debug.poison=true", f"platform={platform}"]
+    first, second = (losses_of(tmp_path / name, *words) for name in "ab")
+    assert first == second
