@@ -24,7 +24,7 @@ def operations(
     kernels: str = "eager",
     device: torch.device = CPU,
 ) -> Ops:
-    """The operations that a run of this model on dense samples would use."""
+    """The operations that a run of this model on packed samples would use."""
     return resolve(KernelsConfig(name=kernels), device, dtype, DeterminismConfig(), needs(config))
 
 
