@@ -90,6 +90,12 @@ class KernelsConfig:
     """One implementation of the grouped matrix product by name."""
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
+    autotune: str = choice("auto", "pinned")
+    """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
+
+    `determinism=bitwise` pins whatever is set."""
+    quirks_disabled: list[str] = field(default_factory=list)
+    """Patches of other packages' faults that are not made, by id; `kernels.json` lists the ids."""
 
 
 @dataclass
@@ -110,6 +116,8 @@ class LauncherConfig:
     """How long a stopped run may take to save before it is killed."""
     force: bool = False
     """Start although the memory estimate says that the model does not fit."""
+    share_device: bool = False
+    """For tests of the engine: ranks beyond the GPUs share them, over gloo, which copies through the host."""
     partition: str | None = None
     """Slurm's partition; null is the cluster's default, here and for the next four."""
     account: str | None = None

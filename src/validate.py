@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
+from src.kernels.quirks import check_disabled
 from src.models.convert.table import CONVERSIONS
 from src.models.hf import is_windowed
 from src.models.schema import (
@@ -136,6 +137,14 @@ def _sweep(config: Config) -> Iterator[Problem]:
 def _is_plain(part: str) -> bool:
     allowed = all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in part)
     return allowed and 0 < len(part) <= MAX_BYTES and part not in (".", "..") and not part.startswith("-")
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    yield from check_disabled(config.kernels.quirks_disabled)
+    mesh = config.mesh
+    if config.launcher.share_device and (mesh.pp > 1 or mesh.cp > 1):
+        message = f"true, with pp {mesh.pp} and cp {mesh.cp}: gloo sends nothing of a GPU from rank to rank"
+        yield Problem("launcher.share_device", message, "a mesh of rep, dp and ep", "share")
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
@@ -382,6 +391,6 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 
 _PARTS = (
-    *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
+    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
     *(_model, _backend, _force, _checkpoint, _resume, _logger, _profile),
 )

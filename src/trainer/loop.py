@@ -35,6 +35,7 @@ from src.trainer.data.order import Order
 from src.trainer.health import Health, refusal
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
+from src.trainer.repairs import repair
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
 from src.trainer.step import train_step
@@ -117,9 +118,13 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     optimizer = Optimizer(
         config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
     )
-    write_kernels(directory, runtime, backend.ops_record())
+    repairs = repair(config, directory, runtime.rank, backend.ops)
+    write_kernels(directory, runtime, backend.ops_record() | repairs.record)
     health = Health(config, runtime.device)
-    return Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health)
+    run = Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health, repairs)
+    for line in repairs.lines:
+        say(run, line)
+    return run
 
 
 def launched_key(config: Config, directory: Path) -> str | None:
@@ -183,12 +188,13 @@ def make_callbacks(run: Run) -> list[Callback]:
 
 @contextmanager
 def closing(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close every callback on every way out."""
+    """Close every callback on every way out, and undo the patches."""
     try:
         yield
     finally:
         for callback in callbacks:
             callback.close(run)
+        run.repairs.close()
 
 
 @contextmanager

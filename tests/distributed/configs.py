@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from src.config import (
+    BackendConfig,
     BalanceConfig,
     Config,
     KernelsConfig,
@@ -48,6 +49,8 @@ class Case:
     """Another model than the family's."""
     force: str = "none"
     """Who chooses the experts, if not the routers."""
+    device: str = "cpu"
+    """Where the ranks compute; of several ranks on `cuda` all share one card. The oracle is on a CPU."""
 
     @property
     def balance(self) -> str:
@@ -58,7 +61,7 @@ class Case:
 
     def __str__(self) -> str:
         options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
-        options += () if self.force == "none" else (self.force,)
+        options += tuple(word for word in (self.force, self.device) if word not in ("none", "cpu"))
         return "-".join((self.family, self.mesh.spec, *options))
 
     @property
@@ -226,6 +229,17 @@ def matrix(ranks: int) -> list[Case]:
     ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *AGAIN.get(ranks, []), *FAMILIES[ranks]]
 
 
+SHARED = [
+    case
+    for ranks in (1, 4)
+    for case in matrix(ranks)
+    if case.mesh.pp * case.mesh.cp == 1 and (ranks == 1 or case.precision == "fp64" or case.mesh.rep > 1)
+]
+"""What ranks of one world can do that share a card: one rank each by itself, and four over rep, dp and ep.
+
+Stages (pp) and blocks of keys (cp) travel by send and receive, and gloo's take addresses of the host only."""
+
+
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
@@ -234,6 +248,7 @@ def make_config(case: Case) -> Config:
         pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
+        backend=BackendConfig(compile="none"),
         balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02, force=case.force),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
