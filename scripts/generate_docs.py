@@ -21,6 +21,9 @@ from src.bench.table import COLUMNS, NEWEST_COLUMNS, newest_rows, row_of
 from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
+from src.kernels.declaration import EAGER, Implementation
+from src.kernels.registry import AUTO
+from src.kernels.table import IMPLEMENTATIONS
 from src.launchers.environment import TABLE
 from src.models.schema import FAMILIES, ModelConfig
 
@@ -83,6 +86,47 @@ def options() -> str:
         rows = rows_of(family, "model.")
         parts.append(f"### `model` of the family {name}\n\n{family.__doc__}\n\n{table(HEAD, rows)}")
     return "\n\n".join(parts)
+
+
+def kernels() -> str:
+    """Every implementation of every operation with what it declares."""
+    return table(
+        (
+            "operation",
+            "implementation",
+            "made of",
+            "runs on",
+            "dtypes",
+            "abilities",
+            "deterministic",
+            "saves",
+        ),
+        [
+            (f"`{i.operation}`", f"`{i.name}`", i.source, *declared(i))
+            for known in IMPLEMENTATIONS.values()
+            for i in known
+        ],
+    )
+
+
+def declared(implementation: Implementation) -> Iterator[str]:
+    """The other columns of `kernels`."""
+    yield ", ".join(sorted(implementation.archs or implementation.devices or ["any"]))
+    dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
+    yield ", ".join(dtypes) or "any"
+    yield ", ".join(sorted(implementation.features)) or "-"
+    yield {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    yield implementation.saves
+
+
+def preferred() -> str:
+    """What `auto` tries in turn."""
+    rows = [
+        (kind, f"`{operation}`", ", ".join(f"`{name}`" for name in (*names, EAGER)))
+        for kind, operations in AUTO.items()
+        for operation, names in operations.items()
+    ]
+    return table(("device", "operation", "in turn"), rows)
 
 
 def benchmarks() -> str:
@@ -150,6 +194,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "preferred": preferred,
     "exit-codes": exit_codes,
     "environment": environment,
     "options": options,

@@ -82,14 +82,46 @@ class BackendConfig:
 class KernelsConfig:
     """Which implementation of each operation runs."""
 
-    name: str = choice("auto", "eager")
-    """`auto` takes the best available one, `eager` the reference in plain torch everywhere."""
+    name: str = choice("auto", "eager", "library", "triton")
+    """`auto` takes the best available one, `eager` plain torch, `library` another's kernel, `triton` ours."""
     attention: str | None = None
-    """One implementation of attention by name, whatever `name` says."""
+    """One implementation of attention by name, whatever `name` says; so below."""
     grouped_mm: str | None = None
     """One implementation of the grouped matrix product by name."""
+    local_experts: str | None = None
+    """One implementation of stages 2 to 5 of a layer whose experts are all here by name."""
+    expert_bias: str | None = None
+    """One implementation of the experts' biases by name."""
+    route: str | None = None
+    """One implementation of scores and choice of experts by name."""
+    router_linear: str | None = None
+    """One implementation of the router's logits by name."""
+    sort_by_expert: str | None = None
+    """One implementation of the order of rows by expert by name."""
+    permute: str | None = None
+    """One implementation of copies of tokens into rows by name."""
+    unpermute: str | None = None
+    """One implementation of rows back in the order of tokens by name."""
+    combine: str | None = None
+    """One implementation of the weighted sum of a token's rows by name."""
+    swiglu: str | None = None
+    """One implementation of the gated activation of experts by name."""
+    rms_norm: str | None = None
+    """One implementation of the norm by name."""
+    rope: str | None = None
+    """One implementation of the rotation alone by name."""
+    rotary_heads: str | None = None
+    """One implementation of norm and rotation of heads by name."""
+    latent_heads: str | None = None
+    """One implementation of heads of latent attention by name."""
+    linear: str | None = None
+    """One implementation of projections by name."""
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
+    accumulate: str | None = None
+    """One implementation of sums of gradients over micro-batches by name."""
+    adamw: str | None = None
+    """One implementation of the update by name."""
     autotune: str = choice("auto", "pinned")
     """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
 

@@ -8,13 +8,10 @@ from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
 from src.kernels.quirks import check_disabled
-from src.models.convert.table import CONVERSIONS
-from src.models.hf import is_windowed
 from src.models.schema import (
     DeepseekV2Config,
     DenseConfig,
     GptOssConfig,
-    HfConfig,
     ModelConfig,
     Qwen3MoeConfig,
 )
@@ -22,6 +19,7 @@ from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
+from src.validate_backend import backend_problems, force_problems
 
 TRACKERS = ("wandb", "tensorboard")
 MOST_TRACED = 10
@@ -285,59 +283,6 @@ def _deepseek(m: DeepseekV2Config) -> Rows:
     ]
 
 
-def _backend(config: Config) -> Iterator[Problem]:
-    """What transformers owns is chosen by its keys, what we own by ours; neither passes unread."""
-    if config.backend.name != "transformers":
-        if isinstance(config.model, HfConfig):
-            message = f"hf is a model of transformers, which backend={config.backend.name} does not build"
-            yield Problem("model", message, "backend=transformers", "backend")
-        for key in ("attn_implementation", "experts_implementation"):
-            value = getattr(config.backend, key)
-            if value != "auto":
-                message = f"{value} is for transformers; backend={config.backend.name} chooses by kernels"
-                yield Problem(f"backend.{key}", message, f"type backend.{key}=auto", "backend")
-        return
-    for operation, key in (("attention", "attn"), ("grouped_mm", "experts")):
-        value = getattr(config.kernels, operation)
-        if value is not None:
-            message = f"{value} is ours; backend=transformers computes this by its own code"
-            fix = f"type backend.{key}_implementation= instead"
-            yield Problem(f"kernels.{operation}", message, fix, "backend")
-    if isinstance(config.model, HfConfig):
-        yield from _local_model(config, config.model)
-        return
-    conversion = CONVERSIONS.get(config.model.family)
-    if conversion is None:
-        message = f"the family {config.model.family} has no conversion to transformers"
-        yield Problem("backend", message, f"model={' or model='.join(CONVERSIONS)}", "backend")
-    else:
-        yield from conversion.problems(config.model)
-
-
-def _force(config: Config) -> Iterator[Problem]:
-    """Forced choices where no router of ours or of a known conversion makes any (DET-4)."""
-    force = config.balance.force
-    if force != "none" and not config.model.num_experts and not isinstance(config.model, HfConfig):
-        message = f"{force}, but {config.model.name} has no experts that a choice could be forced on"
-        yield Problem("balance.force", message, "type balance.force=none", "DET-4")
-
-
-def _local_model(config: Config, model: HfConfig) -> Iterator[Problem]:
-    """What a model that we know from its description only cannot do."""
-    from src.trainer.data.synthetic import is_dense  # It takes numpy with it.
-
-    force = config.balance.force
-    if force != "none":
-        message = f"{force}, but the routers of {model.path} are transformers' own"
-        yield Problem("balance.force", message, "type balance.force=none", "backend")
-    if config.balance.kind != "none" or config.balance.z_loss:
-        message = f"{config.balance.kind}, but the routers of {model.path} are transformers' own"
-        yield Problem("balance", message, "balance=none balance.z_loss=0", "backend")
-    if is_windowed(model.path) and not is_dense(config):
-        message = f"layers of {model.path} see a window, which the mask of packed samples would open"
-        yield Problem("data.packing", message, "samples that are full documents, or another model", "backend")
-
-
 def _checkpoint(config: Config) -> Iterator[Problem]:
     try:
         size_in_bytes(config.checkpoint.verify)
@@ -392,5 +337,5 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(_model, _backend, _force, _checkpoint, _resume, _logger, _profile),
+    *(_model, backend_problems, force_problems, _checkpoint, _resume, _logger, _profile),
 )

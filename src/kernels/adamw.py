@@ -69,6 +69,7 @@ IMPLEMENTATIONS = (
         "adamw",
         "triton",
         triton_adamw,
+        source="triton",
         deterministic=(True, True),
         saves="nothing",
         devices=frozenset({"cuda", "rocm"}),
