@@ -274,9 +274,9 @@ def measure(subject: Subject, direction: str, steps: int, where: Place, watch: S
 
 
 def collect(device: torch.device) -> None:
-    """Give back what nobody holds: it may be what the next one wants."""
-    gc.collect()
+    """Give back memory of a card that nobody holds: it may be what the next one wants."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -46,25 +47,47 @@ COLUMNS = (
 """Of `row_of`: `of best` is the share of the measured ceiling, `ratio` the time over that of `time over`."""
 
 
-def line_of(timing: Timing, where: Place, ceilings: Ceilings, clock: float | None) -> dict[str, Any]:
-    """What was measured of one side; `clock` is that of the card before."""
+@dataclass(frozen=True)
+class Setting:
+    """What all lines of one run of a script share."""
+
+    where: Place
+    ceilings: Ceilings
+    clock: float | None
+    """Of the card before anything was timed."""
+    origin: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, where: Place, ceilings: Ceilings) -> Setting:
+        """As things are now; asking costs processes, so lines do not ask again."""
+        clock = facts.query_number(where.device, facts.CLOCK)
+        return cls(where, ceilings, clock, facts.origin(), facts.versions(where.device))
+
+    def card(self) -> dict[str, Any]:
+        """The card, with its clock now."""
+        return facts.card(self.where.device, self.clock)
+
+
+def line_of(timing: Timing, setting: Setting, card: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of one side."""
     cost, subject, other = timing.side.cost[timing.direction], timing.subject, timing.other
     ms = timing.median if timing.blocks else None
     return {
         "schema": SCHEMA,
-        **facts.origin(),
-        "card": facts.card(where.device, clock),
-        "versions": facts.versions(where.device),
-        "ceilings": {"gemm_tflops": ceilings.gemm_tflops, "copy_gbs": ceilings.copy_gbs},
+        **setting.origin,
+        "card": dict(card),
+        "versions": dict(setting.versions),
+        "ceilings": vars(setting.ceilings).copy(),
         "outcome": OUT_OF_MEMORY if ms is None else MEASURED,
         **_named(timing.side.key),
         "case": {"name": subject.case, "sizes": dict(subject.sizes)},
-        "dtype": str(where.dtype).removeprefix("torch."),
+        "dtype": str(setting.where.dtype).removeprefix("torch."),
         "direction": timing.direction,
         "ms": None if ms is None else _quantiles(timing),
         "flops": cost.flops,
         "bytes": cost.bytes,
-        **_rates(cost, ms, ceilings),
+        **_rates(cost, ms, setting.ceilings),
         "other": None if other is None else _named(other.side.key),
         "ratio": None if other is None or ms is None else ms / other.median,
         "noise": None if ms is None else spread([statistics.median(block) for block in timing.blocks]),

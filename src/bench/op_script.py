@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from src.bench import facts, record
+from src.bench import record
 from src.bench.clock import measure_ceilings
 from src.bench.op import DIRECTIONS, Place, Stopwatch, Subject, collect, measure, place
-from src.bench.op_record import FIELDS, line_of, table
+from src.bench.op_record import FIELDS, Setting, line_of, table
 from src.errors import UserError
 
 TINY = "tiny"
@@ -73,7 +73,7 @@ def _measure(
     rates = f"{ceilings.gemm_tflops:.1f} TFLOP/s of a product, {ceilings.copy_gbs:.0f} GB/s of a copy"
     print(f"ceilings: {rates}", flush=True)
     watch = Stopwatch(where.device)
-    clock = facts.query_number(where.device, facts.CLOCK)
+    setting = Setting.of(where, ceilings)
     lines, failed = [], []
     for subject in subjects:
         for direction in (direction for direction in directions if subject.of(direction)):
@@ -85,7 +85,8 @@ def _measure(
                 failed.append(f"{subject.case} {direction}: {type(error).__name__}: {error}".splitlines()[0])
                 collect(where.device)
                 continue
-            found = [line_of(timing, where, ceilings, clock) for timing in timings]
+            card = setting.card()
+            found = [line_of(timing, setting, card) for timing in timings]
             record.append(arguments.out, found, FIELDS)
             lines += found
             collect(where.device)

@@ -37,8 +37,8 @@ def wheels(folder: Path, kept: Path) -> Iterator[Path]:
             shutil.copyfile(piece, kept / piece.name)
     for name in sorted({path.name.partition(PIECE)[0] for path in kept.glob(f"*.whl{PIECE}*")}):
         _join(kept, name)
-    yield from sorted(folder.glob("*.whl"))
-    yield from sorted(kept.glob("*.whl"))
+    found = {path.name: path for place in (kept, folder) for path in place.glob("*.whl")}
+    yield from (found[name] for name in sorted(found))
 
 
 def _join(kept: Path, name: str) -> None:
