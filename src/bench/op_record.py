@@ -10,7 +10,8 @@ from typing import Any
 
 from src.bench import facts
 from src.bench.clock import Ceilings, quantile, spread
-from src.bench.op import DIRECTIONS, Cost, Key, Place, Timing
+from src.bench.op import DIRECTIONS, Cost, Timing
+from src.bench.place import Key, Place
 from src.bench.record import FIELDS as MODEL_FIELDS
 from src.bench.record import MAYBE_NUMBER, MEASURED, NUMBER, OUT_OF_MEMORY, TEXT, Maybe
 from src.bench.table import shown

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from src.bench import record
 from src.bench.clock import measure_ceilings
-from src.bench.op import DIRECTIONS, Place, Stopwatch, Subject, collect, measure, place
+from src.bench.op import DIRECTIONS, Stopwatch, Subject, collect, measure
 from src.bench.op_record import FIELDS, Setting, line_of, table
+from src.bench.place import Place, place
 from src.errors import UserError
 
 TINY = "tiny"

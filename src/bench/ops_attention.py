@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Place, Side, Subject
+from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Side, Subject
+from src.bench.place import Place
 from src.kernels.declaration import Need
 
 BACKWARD = 3.5

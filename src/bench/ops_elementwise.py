@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Key, Place, Side, Subject
+from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Side, Subject
 from src.bench.ops_moe import SHAPES as LAYERS
 from src.bench.ops_moe import Shape, choose, popularity
+from src.bench.place import Key, Place
 
 WIDE = 4
 """Bytes of an fp32 number and of an index."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Key, Place, Side, Subject
+from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Side, Subject
+from src.bench.place import Key, Place
 from src.kernels.declaration import Need
 
 LOADS = ("balanced", "skewed")

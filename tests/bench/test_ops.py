@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scripts import bench_attention, bench_elementwise, bench_head, bench_moe, bench_optimizer
 from src.bench import op, ops_attention, ops_elementwise, ops_head, ops_moe, ops_optimizer, record
-from src.bench.op import FORWARD, TRAINING, Cost, Place, Rotation, Side, Stopwatch, Subject, measure, tensors
+from src.bench.op import FORWARD, TRAINING, Cost, Rotation, Side, Stopwatch, Subject, measure, tensors
 from src.bench.op_record import FIELDS, SCHEMA, table
+from src.bench.place import Key, Place
 from tests.docs.commands import ROOT
 
 SCRIPTS = {
@@ -30,7 +31,7 @@ SCRIPTS = {
 CPU = Place(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3))
 
 
-def counted(subject: Subject, key: op.Key, direction: str) -> tuple[int, Cost]:
+def counted(subject: Subject, key: Key, direction: str) -> tuple[int, Cost]:
     """FLOPs of products as torch counts them, and what the formula says."""
     side = next(side for side in subject.sides if side.key == key)
     inputs = subject.make()
