@@ -50,13 +50,15 @@ trap 'rm -rf "$site"' EXIT
 pip_install() {
   python3 -m pip install -q --no-index --no-deps "$@" || exit 1
 }
+found=$(python3 -B -m src.bench.wheels .whl "${TMPDIR:-/var/tmp}/manyhead-wheels") || exit 1
 aside=() for_good=()
 while IFS= read -r wheel; do
   case ${wheel##*/} in
+    '') ;; # There is none.
     nvidia_cutlass_dsl*) for_good+=("$wheel") ;;
     *) aside+=("$wheel") ;;
   esac
-done < <(python3 -B -m src.bench.wheels .whl "${TMPDIR:-/var/tmp}/manyhead-wheels")
+done <<<"$found"
 [ ${#for_good[@]} -gt 0 ] && pip_install "${for_good[@]}"
 [ ${#aside[@]} -gt 0 ] && pip_install --no-compile --no-cache-dir --upgrade --target "$site" "${aside[@]}"
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1

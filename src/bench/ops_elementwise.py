@@ -172,14 +172,10 @@ def rotary(shape: Shape, heads: Heads, where: Place) -> Operation:
     gains = ("q_gain", "k_gain") if heads.is_normed else ()
 
     def make() -> Inputs:
-        grads = (where.normal(1, T, count, C) for count in (heads.queries, heads.groups))
-        inputs = {"q": where.leaf(1, T, heads.queries, C), "k": where.leaf(1, T, heads.groups, C)}
-        return (
-            inputs
-            | {gain: where.leaf(C) for gain in gains}
-            | dict(zip(("dq", "dk"), grads, strict=True))
-            | (_angles(T, C // 2, where))
-        )
+        found: Inputs = {gain: where.leaf(C) for gain in gains}
+        for name, count in (("q", heads.queries), ("k", heads.groups)):
+            found |= {name: where.leaf(1, T, count, C), f"d{name}": where.normal(1, T, count, C)}
+        return found | _angles(T, C // 2, where)
 
     def call(function: Callable[..., Any], inputs: Inputs) -> Any:
         pair = tuple(inputs[gain] for gain in gains) or None

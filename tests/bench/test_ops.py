@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scripts import bench_attention, bench_elementwise, bench_head, bench_moe, bench_optimizer
 from src.bench import op, ops_attention, ops_elementwise, ops_head, ops_moe, ops_optimizer, record
+from src.bench.clock import Ceilings
 from src.bench.op import FORWARD, TRAINING, Cost, Rotation, Side, Stopwatch, Subject, measure, tensors
-from src.bench.op_record import FIELDS, SCHEMA, table
+from src.bench.op_record import FIELDS, SCHEMA, Setting, line_of, table
 from src.bench.place import Key, Place
 from tests.docs.commands import ROOT
 
@@ -163,6 +164,13 @@ def test_bench_6_too_little_memory_is_a_result() -> None:
     timings = measure(logged("ab", [], fails="b"), FORWARD, 2, CPU, Stopwatch(CPU.device))
     assert [bool(timing.blocks) for timing in timings] == [True, False]
     assert [timing.other for timing in timings] == [None, None]
+    setting = Setting.of(CPU, Ceilings(gemm_tflops=1.0, copy_gbs=1.0))
+    lines = [line_of(timing, setting, setting.card()) for timing in timings]
+    assert [problem for line in lines for problem in record.problems(line, FIELDS)] == []
+    assert [(line["outcome"], line["ms"] is None) for line in lines] == [
+        *((record.MEASURED, False), (record.OUT_OF_MEMORY, True))
+    ]
+    assert "out of memory" in table(lines)[-1]
 
 
 def test_loads_are_of_distinct_experts() -> None:
