@@ -8,6 +8,7 @@ back later: what `resolve` chose runs, or the run ends.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,9 @@ class Ops:
     def record(self) -> dict[str, Any]:
         """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
         operations = {operation: _recorded(choice) for operation, choice in self.choices.items()}
-        device = {"kind": self.device.kind, "arch": self.device.arch}
+        device = {"kind": self.device.kind, "arch": self.device.arch, "card": self.device.card}
         packages = {"triton", *(p for choice in self.choices.values() for p in _packages(choice))}
-        versions = {package: package_version(package) for package in sorted(packages)}
+        versions = {package: self.device.packages.get(package) for package in sorted(packages)}
         return {"operations": operations, "device": device, "torch": torch.__version__, "packages": versions}
 
 
@@ -148,13 +149,22 @@ def implementations() -> dict[str, dict[str, Implementation]]:
 
 
 def describe(device: torch.device) -> Device:
-    """The capabilities of a real device."""
+    """The capabilities of a real device, and the packages there are; none of them is imported."""
+    packages = _installed()
     if device.type != "cuda":
-        return Device(device.type, device.type, interprets=os.environ.get("TRITON_INTERPRET") == "1")
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return Device(device.type, device.type, interprets, packages, platform.machine())
     properties = torch.cuda.get_device_properties(device)
+    kind, arch = "cuda", f"sm{properties.major}{properties.minor}"
     if torch.version.hip:
-        return Device("rocm", str(properties.gcnArchName).split(":")[0])
-    return Device("cuda", f"sm{properties.major}{properties.minor}")
+        kind, arch = "rocm", str(properties.gcnArchName).split(":")[0]
+    return Device(kind, arch, packages=packages, card=str(properties.name))
+
+
+def _installed() -> dict[str, str]:
+    asked = {package for known in IMPLEMENTATIONS.values() for i in known for package in i.packages}
+    found = {package: package_version(package) for package in ("triton", *sorted(asked))}
+    return {package: version for package, version in found.items() if version is not None}
 
 
 def _order(name: str, device: Device, operation: str, known: Mapping[str, Implementation]) -> tuple[str, ...]:
