@@ -267,6 +267,8 @@ class PrecisionConfig:
 
     name: str = choice("auto", "fp32", "fp64", "master", "bf16", "split")
     """`auto` is fp32 on a CPU and master (bf16 compute, fp32 masters) on a GPU."""
+    first_moment: str = choice("auto", "bf16")
+    """AdamW's first moment: as the masters, or in bf16, 2 bytes a parameter less (master, split)."""
     fp8: str = choice("none", "dense", "dense_experts")
     """Which products run in fp8."""
 

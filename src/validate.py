@@ -315,6 +315,19 @@ def _local_model(config: Config, model: HfConfig) -> Iterator[Problem]:
         yield Problem("data.packing", message, "samples that are full documents, or another model", "backend")
 
 
+def _precision(config: Config) -> Iterator[Problem]:
+    """Only AdamW has a first moment, and only beside fp32 masters one of fewer bits is of use (OP-4)."""
+    if config.precision.first_moment == "auto":
+        return
+    name, kind, key = config.precision.name, config.optimizer.kind, "precision.first_moment"
+    if name not in ("master", "split"):
+        fix = f"precision=master or precision=split, or {key}=auto"
+        yield Problem(key, f"bf16 goes with fp32 masters, not with precision={name}", fix, "OP-4")
+    if kind != "adamw":
+        fix = f"optimizer=adamw or {key}=auto"
+        yield Problem(key, f"bf16, but optimizer={kind} keeps no first moment of AdamW", fix, "OP-4")
+
+
 def _checkpoint(config: Config) -> Iterator[Problem]:
     try:
         size_in_bytes(config.checkpoint.verify)
@@ -352,5 +365,5 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
-    *(_model, _backend, _checkpoint, _resume, _logger, _profile),
+    *(_model, _backend, _precision, _checkpoint, _resume, _logger, _profile),
 )

@@ -52,6 +52,7 @@ class Ops:
     linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
+    grad_norm: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
@@ -88,6 +89,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
+        "grad_norm": ("triton",),
         "adamw": ("triton",),
     },
 }

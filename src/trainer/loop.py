@@ -34,6 +34,7 @@ from src.trainer.data.order import Order
 from src.trainer.health import Health, refusal
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
+from src.trainer.parallel.precision import precision_of
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
 from src.trainer.step import train_step
@@ -114,8 +115,9 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
     backend = backend_class(config.backend.name).build(config, runtime)
     optimizer = Optimizer(
-        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
-    )
+        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
+        backend.remainders, precision_of(config, runtime.device).first_moment,
+    )  # fmt: skip
     write_kernels(directory, runtime, backend.ops_record())
     health = Health(config, runtime.device)
     return Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health)

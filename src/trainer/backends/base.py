@@ -69,6 +69,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def remainders(self) -> Mapping[str, Tensor]:
+        """Module name → int16 lower half of this rank's part of a parameter that is an upper half."""
+        ...
+
+    @property
     def compiled(self) -> str:
         """What of the model is one graph on this device: `none`, `layers` or `model`."""
         ...

@@ -15,7 +15,7 @@ from src.trainer.parallel import layout
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.expert import ExpertDispatcher
 from src.trainer.parallel.masters import cast_for_compute
-from src.trainer.parallel.pipeline.adapter import settle
+from src.trainer.parallel.pipeline.adapter import keep_wide_gradients, settle
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
 
@@ -31,13 +31,15 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
         model = build(config.model, holding_of(config, runtime), ops)
     if sharded:
         model.to(precision.parameters)
+    if precision.is_split or not sharded:
+        cast_for_compute(model, param_specs(model), precision)
+    if sharded:
         shard(model, param_specs(model), runtime, precision)
         model.to_empty(device=runtime.device)
-    else:
-        cast_for_compute(model, param_specs(model), precision)
     model.reset_buffers(runtime.device)
     if sharded:
         settle(model)
+        keep_wide_gradients(model)
     return model
 
 

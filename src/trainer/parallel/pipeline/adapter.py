@@ -220,6 +220,18 @@ def settle(root: nn.Module) -> None:
     fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
 
 
+def keep_wide_gradients(root: nn.Module) -> None:
+    """Leave gradients in the dtype of their reduction, though parameters be narrower; after `settle`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in fully_shard.state(root)._state_ctx.all_states:  # type: ignore[attr-defined]
+        group = unit._fsdp_param_group
+        if group is not None and group._reduce_dtype is not None:
+            group._orig_dtype = group._reduce_dtype
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad_dtype = None
+
+
 def set_flags(root: nn.Module, last: bool) -> None:
     """Whether the next backward reduces and reshards; it must not but in `reduce_gradients` (ENG-16)."""
     from torch.distributed.fsdp import FSDPModule
