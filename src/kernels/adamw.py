@@ -88,7 +88,7 @@ def triton_adamw(
 
     assert copy is None or low is None
     g, follower = g.contiguous(), copy if low is None else low
-    assert all(t.is_contiguous() for t in (p, m, v)) and (follower is None or follower.is_contiguous())
+    assert all(t is None or t.is_contiguous() for t in (p, m, v, follower))
     beta1, beta2 = adam.betas
     adamw_kernel[((p.numel() + BLOCK - 1) // BLOCK,)](
         p if low is None else p.view(torch.int16), g, m, v, p if follower is None else follower, adam.step,

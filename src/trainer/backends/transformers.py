@@ -25,7 +25,7 @@ from src.trainer.backends.peer import Peer, choose_attention, choose_experts, co
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.masters import cast_for_compute
-from src.trainer.parallel.pipeline.adapter import keep_wide_gradients, settle
+from src.trainer.parallel.pipeline.adapter import settle
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.shards import LocalEntry
 from src.trainer.runtime import Runtime
@@ -117,7 +117,6 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     peer.settle()
     if sharded:
         settle(peer)
-        keep_wide_gradients(peer)
     return peer
 
 

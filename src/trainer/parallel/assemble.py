@@ -15,7 +15,7 @@ from src.trainer.parallel import layout
 from src.trainer.parallel.data import is_sharded, shard
 from src.trainer.parallel.expert import ExpertDispatcher
 from src.trainer.parallel.masters import cast_for_compute
-from src.trainer.parallel.pipeline.adapter import keep_wide_gradients, settle
+from src.trainer.parallel.pipeline.adapter import settle
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
 
@@ -39,7 +39,6 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     model.reset_buffers(runtime.device)
     if sharded:
         settle(model)
-        keep_wide_gradients(model)
     return model
 
 
