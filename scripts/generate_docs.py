@@ -17,15 +17,20 @@ from types import GenericAlias, UnionType
 from typing import Any, get_type_hints
 
 from src.bench import record
-from src.bench.lines import COLUMNS, row_of
+from src.bench.table import COLUMNS, NEWEST_COLUMNS, newest_rows, row_of
 from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
+from src.kernels.declaration import EAGER, Implementation
+from src.kernels.registry import AUTO
+from src.kernels.table import IMPLEMENTATIONS
 from src.launchers.environment import TABLE
 from src.models.schema import FAMILIES, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RESULTS = "benchmarks/bench_model.jsonl"
+NOTHING = "Nothing has been recorded yet."
 SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
 
 
@@ -45,9 +50,8 @@ def main() -> int:
 
 def documents() -> list[Path]:
     """Markdown files that hold a generated table."""
-    return [
-        path for path in sorted(ROOT.glob("docs/**/*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))
-    ]
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return [path for path in pages if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def regenerate(text: str) -> str:
@@ -84,17 +88,61 @@ def options() -> str:
     return "\n\n".join(parts)
 
 
+def kernels() -> str:
+    """Every implementation of every operation with what it declares."""
+    return table(
+        (
+            "operation",
+            "implementation",
+            "made of",
+            "runs on",
+            "dtypes",
+            "abilities",
+            "deterministic",
+            "saves",
+        ),
+        [
+            (f"`{i.operation}`", f"`{i.name}`", i.source, *declared(i))
+            for known in IMPLEMENTATIONS.values()
+            for i in known
+        ],
+    )
+
+
+def declared(implementation: Implementation) -> Iterator[str]:
+    """The other columns of `kernels`."""
+    yield ", ".join(sorted(implementation.archs or implementation.devices or ["any"]))
+    dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
+    yield ", ".join(dtypes) or "any"
+    yield ", ".join(sorted(implementation.features)) or "-"
+    yield {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    yield implementation.saves
+
+
+def preferred() -> str:
+    """What `auto` tries in turn."""
+    rows = [
+        (kind, f"`{operation}`", ", ".join(f"`{name}`" for name in (*names, EAGER)))
+        for kind, operations in AUTO.items()
+        for operation, names in operations.items()
+    ]
+    return table(("device", "operation", "in turn"), rows)
+
+
 def benchmarks() -> str:
     """Every measured side of `benchmarks/bench_model.jsonl`, in the order in which they were measured."""
-    path = ROOT / "benchmarks/bench_model.jsonl"
-    lines = [line for line in record.read(path) if line["schema"] == record.SCHEMA] if path.is_file() else []
-    if not lines:
-        return "Nothing has been recorded yet."
+    lines = record.read_current(ROOT / RESULTS)
     rows = [
         (line["date"][:10], (line["commit"] or "-")[:7], line["card"]["name"], *row_of(line))
         for line in lines
     ]
-    return table(("date", "commit", "card", *COLUMNS), rows)
+    return table(("date", "commit", "card", *COLUMNS), rows) if rows else NOTHING
+
+
+def speed() -> str:
+    """Of each comparison the newest line, both sides in one row."""
+    rows = newest_rows(record.read_current(ROOT / RESULTS))
+    return table(NEWEST_COLUMNS, rows) if rows else NOTHING
 
 
 HEAD = ("key", "takes", "default", "meaning")
@@ -146,10 +194,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "preferred": preferred,
     "exit-codes": exit_codes,
     "environment": environment,
     "options": options,
     "benchmarks": benchmarks,
+    "speed": speed,
 }
 """Name of a block → what makes it."""
 

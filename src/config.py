@@ -82,14 +82,54 @@ class BackendConfig:
 class KernelsConfig:
     """Which implementation of each operation runs."""
 
-    name: str = choice("auto", "eager")
-    """`auto` takes the best available one, `eager` the reference in plain torch everywhere."""
+    name: str = choice("auto", "eager", "library", "triton")
+    """`auto` takes the best available one, `eager` plain torch, `library` another's kernel, `triton` ours."""
     attention: str | None = None
-    """One implementation of attention by name, whatever `name` says."""
+    """One implementation of attention by name, whatever `name` says; so below."""
     grouped_mm: str | None = None
     """One implementation of the grouped matrix product by name."""
+    local_experts: str | None = None
+    """One implementation of stages 2 to 5 of a layer whose experts are all here by name."""
+    expert_bias: str | None = None
+    """One implementation of the experts' biases by name."""
+    route: str | None = None
+    """One implementation of scores and choice of experts by name."""
+    router_linear: str | None = None
+    """One implementation of the router's logits by name."""
+    sort_by_expert: str | None = None
+    """One implementation of the order of rows by expert by name."""
+    permute: str | None = None
+    """One implementation of copies of tokens into rows by name."""
+    unpermute: str | None = None
+    """One implementation of rows back in the order of tokens by name."""
+    combine: str | None = None
+    """One implementation of the weighted sum of a token's rows by name."""
+    swiglu: str | None = None
+    """One implementation of the gated activation of experts by name."""
+    rms_norm: str | None = None
+    """One implementation of the norm by name."""
+    rope: str | None = None
+    """One implementation of the rotation alone by name."""
+    rotary_heads: str | None = None
+    """One implementation of norm and rotation of heads by name."""
+    latent_heads: str | None = None
+    """One implementation of heads of latent attention by name."""
+    linear: str | None = None
+    """One implementation of projections by name."""
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
+    accumulate: str | None = None
+    """One implementation of sums of gradients over micro-batches by name."""
+    grad_norm: str | None = None
+    """One implementation of the norm of all gradients by name."""
+    adamw: str | None = None
+    """One implementation of the update by name."""
+    autotune: str = choice("auto", "pinned")
+    """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
+
+    `determinism=bitwise` pins whatever is set."""
+    quirks_disabled: list[str] = field(default_factory=list)
+    """Patches of other packages' faults that are not made, by id; `kernels.json` lists the ids."""
 
 
 @dataclass
@@ -110,6 +150,8 @@ class LauncherConfig:
     """How long a stopped run may take to save before it is killed."""
     force: bool = False
     """Start although the memory estimate says that the model does not fit."""
+    share_device: bool = False
+    """For tests of the engine: ranks beyond the GPUs share them, over gloo, which copies through the host."""
     partition: str | None = None
     """Slurm's partition; null is the cluster's default, here and for the next four."""
     account: str | None = None
@@ -170,6 +212,8 @@ class DataConfig:
     """Vocabulary of synthetic tokens (synthetic)."""
     documents: int = 4096
     """Number of synthetic training samples, and an eighth as many held out (synthetic)."""
+    document_length: int | None = None
+    """Mean tokens of a document, which then vary and are packed; null is what the rule has (synthetic)."""
     split_seed: int = 42
     """Chooses the held-out documents; apart from the training seed."""
     shuffle_seed: int | None = None
@@ -258,7 +302,7 @@ class BalanceConfig:
     bias_rate: float = 1e-3
     """How far an expert's bias moves in a step, towards the mean load (bias)."""
     force: str = choice("none", "even", "uniform", "dirichlet")
-    """`none` routes as learned; the others replace the choice of experts for benchmarks."""
+    """`none` trains with the routers' choice; `even` deals experts out in turn, the others draw them."""
 
 
 @dataclass
@@ -360,7 +404,15 @@ class ProfileConfig:
     """A window of steps that is traced."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step of the window; empty traces nothing."""
+    """First and last step of the window, as the log counts them; empty traces nothing."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace; empty is all of them."""
+    memory: bool = False
+    """Also dump the allocator's history over the window (GPU)."""
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is traced, or next to one: tracing warms up before it and is written after it."""
+        return bool(self.steps) and self.steps[0] - 1 <= step <= self.steps[1] + 1
 
 
 @dataclass

@@ -14,10 +14,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
     },
-    "kernels": {
-        "triton": "no Triton kernel is written yet",
-        "library": "no library kernel is bound yet",
-    },
     "launcher": {
         "spur": "jobs cannot be submitted to Spur yet",
     },
@@ -61,7 +57,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
     named = [
         ("model.family", config.model.family, "model"),
         ("backend.name", config.backend.name, "backend"),
-        ("kernels.name", config.kernels.name, "kernels"),
         ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),

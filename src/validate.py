@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from src import durations, reserved
 from src.config import Config
 from src.errors import Problem, UserError
-from src.models.convert.table import CONVERSIONS
-from src.models.hf import is_windowed
+from src.kernels.quirks import check_disabled
 from src.models.schema import (
     DeepseekV2Config,
     DenseConfig,
     GptOssConfig,
-    HfConfig,
     ModelConfig,
     Qwen3MoeConfig,
 )
@@ -21,8 +19,11 @@ from src.naming import MAX_BYTES
 from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
+from src.validate_backend import backend_problems, force_problems
 
 TRACKERS = ("wandb", "tensorboard")
+MOST_TRACED = 10
+"""Steps of a trace at most: one of a large model has some ten thousand events."""
 
 
 def validate(config: Config) -> list[Problem]:
@@ -134,6 +135,14 @@ def _sweep(config: Config) -> Iterator[Problem]:
 def _is_plain(part: str) -> bool:
     allowed = all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in part)
     return allowed and 0 < len(part) <= MAX_BYTES and part not in (".", "..") and not part.startswith("-")
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    yield from check_disabled(config.kernels.quirks_disabled)
+    mesh = config.mesh
+    if config.launcher.share_device and (mesh.pp > 1 or mesh.cp > 1):
+        message = f"true, with pp {mesh.pp} and cp {mesh.cp}: gloo sends nothing of a GPU from rank to rank"
+        yield Problem("launcher.share_device", message, "a mesh of rep, dp and ep", "share")
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
@@ -274,47 +283,6 @@ def _deepseek(m: DeepseekV2Config) -> Rows:
     ]
 
 
-def _backend(config: Config) -> Iterator[Problem]:
-    """What transformers owns is chosen by its keys, what we own by ours; neither passes unread."""
-    if config.backend.name != "transformers":
-        if isinstance(config.model, HfConfig):
-            message = f"hf is a model of transformers, which backend={config.backend.name} does not build"
-            yield Problem("model", message, "backend=transformers", "backend")
-        for key in ("attn_implementation", "experts_implementation"):
-            value = getattr(config.backend, key)
-            if value != "auto":
-                message = f"{value} is for transformers; backend={config.backend.name} chooses by kernels"
-                yield Problem(f"backend.{key}", message, f"type backend.{key}=auto", "backend")
-        return
-    for operation, key in (("attention", "attn"), ("grouped_mm", "experts")):
-        value = getattr(config.kernels, operation)
-        if value is not None:
-            message = f"{value} is ours; backend=transformers computes this by its own code"
-            fix = f"type backend.{key}_implementation= instead"
-            yield Problem(f"kernels.{operation}", message, fix, "backend")
-    if isinstance(config.model, HfConfig):
-        yield from _local_model(config, config.model)
-        return
-    conversion = CONVERSIONS.get(config.model.family)
-    if conversion is None:
-        message = f"the family {config.model.family} has no conversion to transformers"
-        yield Problem("backend", message, f"model={' or model='.join(CONVERSIONS)}", "backend")
-    else:
-        yield from conversion.problems(config.model)
-
-
-def _local_model(config: Config, model: HfConfig) -> Iterator[Problem]:
-    """What a model that we know from its description only cannot do."""
-    from src.trainer.data.synthetic import is_dense  # It takes numpy with it.
-
-    if config.balance.kind != "none" or config.balance.z_loss:
-        message = f"{config.balance.kind}, but the routers of {model.path} are transformers' own"
-        yield Problem("balance", message, "balance=none balance.z_loss=0", "backend")
-    if is_windowed(model.path) and not is_dense(config):
-        message = f"layers of {model.path} see a window, which the mask of packed samples would open"
-        yield Problem("data.packing", message, "samples that are full documents, or another model", "backend")
-
-
 def _precision(config: Config) -> Iterator[Problem]:
     """Only AdamW has a first moment, and only beside fp32 masters one of fewer bits is of use (OP-4)."""
     if config.precision.first_moment == "auto":
@@ -358,12 +326,29 @@ def _logger(config: Config) -> Iterator[Problem]:
 
 
 def _profile(config: Config) -> Iterator[Problem]:
-    steps = config.profile.steps
-    if steps and (len(steps) != 2 or not 0 <= steps[0] <= steps[1]):
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         yield Problem("profile.steps", f"{steps} is no window", "type 'profile.steps=[10,12]'", "PROF-1")
+    elif steps and steps[1] - steps[0] >= MOST_TRACED:
+        message = f"{steps[1] - steps[0] + 1} steps make a trace that no viewer opens; at most {MOST_TRACED}"
+        fix = f"type 'profile.steps=[{steps[0]},{steps[0] + MOST_TRACED - 1}]'"
+        yield Problem("profile.steps", message, fix, "PROF-1")
+    elif steps and steps[1] > config.max_steps:
+        message = f"{steps}, but the run ends with step {config.max_steps}"
+        yield Problem("profile.steps", message, f"type max_steps={steps[1]}", "PROF-1")
+    outside = [rank for rank in ranks if not 0 <= rank < config.mesh.world]
+    if outside:
+        message = f"{outside} are none of the {config.mesh.world} ranks"
+        yield Problem("profile.ranks", message, "type 'profile.ranks=[0]', or [] for all", "PROF-1")
+    if config.profile.memory and not steps:
+        message = "true, but no step is traced"
+        yield Problem("profile.memory", message, "type 'profile.steps=[10,12]' too", "BENCH-4")
+    if config.profile.memory and config.platform.name == "cpu":
+        message = "true, but the allocator of platform=cpu keeps no history"
+        yield Problem("profile.memory", message, "type profile.memory=false", "BENCH-4")
 
 
 _PARTS = (
-    *(_ranges, _durations, _names, _sweep, _schedule, _pipeline),
-    *(_model, _backend, _precision, _checkpoint, _resume, _logger, _profile),
+    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
+    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
 )

@@ -31,6 +31,9 @@ GROUPS = (
 )
 """All groups, as BENCH-7 lists them."""
 
+PRODUCT = re.compile(r"::(add)?mm$")
+"""Operations that are one dense product."""
+
 _RULES = [(group, re.compile(pattern, re.IGNORECASE)) for group, pattern in RULES]
 
 
@@ -104,7 +107,7 @@ def head_times(events: Iterable[Any], vocabulary: int) -> Counter[str]:
     """Kernel → microseconds under products that have the vocabulary among their sizes."""
     found: Counter[str] = Counter()
     for event in events:
-        if re.search(r"::(add)?mm$", event.name) and any(vocabulary in s for s in event.input_shapes if s):
+        if PRODUCT.search(event.name) and any(vocabulary in s for s in event.input_shapes if s):
             kernels = event.kernels or [event]
             for kernel in kernels:
                 found[kernel.name] += getattr(kernel, "duration", None) or event.time_range.elapsed_us()

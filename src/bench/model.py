@@ -1,78 +1,24 @@
-"""End to end: a case is our backend in each precision against a peer, in one process."""
+"""End to end: our backend in each precision against a peer, in one process."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from src.bench import compare, facts
+from src.bench.cases import Group, Options
 from src.bench.clock import Ceilings
 from src.bench.groups import Profile, profile
-from src.bench.lines import gib, line_of
+from src.bench.lines import Setting, done_before, gib, line_of, without_room
 from src.bench.side import GIB, Side, opened
-from src.compose import compose
 from src.config import Config
 from src.trainer.runtime import Runtime
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a comparison is asked for."""
-
-    precisions: tuple[str, ...]
-    """Of our side."""
-    peer: str | None
-    """The backend of the other side; None measures ours alone."""
-    peer_precision: str
-    peer_clips: bool
-    peer_compiles: tuple[str, ...]
-    """Values of `backend.compile` of the peer, each a side of its own."""
-    tokens: int | None
-    """Tokens of a step; None is what the case says."""
-    blocks: int
-    steps: int
-    warmup: int
-    profiles: bool
-    overrides: tuple[str, ...]
-
-    @property
-    def total_steps(self) -> int:
-        """More steps than any side makes: those of the peer stand in each comparison with one of ours."""
-        return 100 + self.warmup + len(self.precisions) * self.blocks * (self.steps + 1)
-
-
-def compose_side(
-    case: str, backend: str, precision: str, clips: bool, options: Options, compiles: str = "auto"
-) -> Config:
-    """The config of a side, as training composes it.
-
-    Raises:
-        UserError: the case, an override, or what they say together is wrong.
-    """
-    words = [f"experiment=bench/{case}", f"backend={backend}", f"precision={precision}"]
-    words += [f"backend.compile={compiles}", f"max_steps={options.total_steps}"]
-    words += [*([] if clips else ["optimizer.max_norm=null"])]
-    if options.tokens is not None:
-        length = compose([*words, *options.overrides]).config.sequence_length
-        words.append(f"global_batch_size={max(1, options.tokens // length)}")
-    return compose([*words, *options.overrides]).config
-
-
-def configs_of(case: str, options: Options) -> tuple[list[Config], list[Config]]:
-    """Ours, one a precision, and the peer's. In bf16 states ours clips as the peer does, else always."""
-    ours = [
-        compose_side(case, "native", precision, precision != "bf16" or options.peer_clips, options)
-        for precision in options.precisions
-    ]
-    if options.peer is None:
-        return ours, []
-    peer, precision, clips = options.peer, options.peer_precision, options.peer_clips
-    forms = options.peer_compiles
-    return ours, [compose_side(case, peer, precision, clips, options, form) for form in forms]
 
 
 @dataclass(frozen=True)
@@ -83,66 +29,113 @@ class Result:
     profile: Profile | None
 
 
+Done = Callable[[list[Result]], None]
+
+
 class Bench:
-    """Measures cases in one process; an error ends a comparison, not the others."""
+    """Measures groups in one process; an error ends a comparison, not the others."""
 
     def __init__(
-        self, options: Options, runtime: Runtime, ceilings: Ceilings, scratch: Path, say: compare.Say
+        self,
+        options: Options,
+        runtime: Runtime,
+        ceilings: Ceilings,
+        scratch: Path,
+        known: Sequence[dict[str, Any]],
+        done: Done,
+        say: compare.Say,
     ) -> None:
-        self._options, self._runtime, self._ceilings = options, runtime, ceilings
-        self._scratch, self._say = scratch, say
+        """`known` are lines of before, which need not be measured again; `done` gets each result."""
+        self._options, self._runtime, self._scratch = options, runtime, scratch
+        self._known, self._done, self._say = known, done, say
         self._floor = compare.Floor(runtime.device, say)
-        self._clock = facts.query_number(runtime.device, facts.CLOCK)
+        clock = facts.query_number(runtime.device, facts.CLOCK)
+        self._setting = Setting(runtime.device, ceilings, clock)
         self.failed: list[str] = []
         """What ended in an error."""
 
-    def case(self, case: str, done: Callable[[list[Result]], None]) -> None:
-        """Each form of the peer, ours in each precision against it; `done` gets each comparison's results."""
-        ours, peers = configs_of(case, self._options)
-        if not peers:
-            self._each(case, ours, None, done)
-        for theirs in peers:
-            self._against(case, ours, theirs, done)
+    def group(self, group: Group) -> None:
+        """Ours in each precision against one form of the peer."""
+        self._say(group.name)
+        left = [config for config in group.ours if not self._was_done(group, config)]
+        while left:
+            left = self._without_peer(group, left) if group.peer is None else self._against(group, left)
             compare.collect(self._runtime.device)
 
-    def _against(
-        self, case: str, ours: Sequence[Config], theirs: Config, done: Callable[[list[Result]], None]
-    ) -> None:
-        """One form of the peer; no name holds it when the next one is built."""
-        name = f"{case}-peer-{theirs.backend.compile}"
-        with (
-            self._surviving(case),
-            self._warm(theirs, name, theirs.backend.name) as peer,
-            self._floor.leaving(peer),
-        ):
-            self._each(case, ours, peer, done)
+    def _was_done(self, group: Group, config: Config) -> bool:
+        device = self._runtime.device
+        expected = {
+            "commit": facts.origin()["commit"],
+            "versions": facts.versions(device),
+            "card": facts.card(device, None)["name"],
+            "comparison": group.comparison(config, self._options.ours),
+            "engine": "native",
+        }
+        timed = self._options.blocks * self._options.steps
+        date = done_before(self._known, expected, timed, self._options.profiles)
+        if date is not None:
+            self._say(f"  {config.precision.name} was measured {date}: skipped; --again measures anew")
+        return date is not None
 
-    def _each(
-        self, case: str, ours: Sequence[Config], peer: Side | None, done: Callable[[list[Result]], None]
-    ) -> None:
-        for config in ours:
-            with self._surviving(f"{case} {config.precision.name}"):
-                done(self._alone(case, config) if peer is None else self._compare(case, config, peer))
+    def _against(self, group: Group, left: list[Config]) -> list[Config]:
+        """Those that are left to do: none, or what follows one for which the device had no room.
+
+        What lay in host memory then is not to be trusted, so the peer is built anew; no name holds it.
+        """
+        theirs, engine = group.peer, group.engine
+        assert theirs is not None
+        assert engine is not None
+        name = f"{group.case}-peer-{theirs.backend.compile}"
+        with self._surviving(f"{group.case} {engine}"):
+            with (
+                self._room(group, left[0], theirs, engine),
+                self._warm(theirs, name, engine) as peer,
+                self._floor.leaving(peer),
+            ):
+                return self._each(group, left, peer)
+            return self._without_peer(group, left)
+        return []
+
+    def _without_peer(self, group: Group, left: list[Config]) -> list[Config]:
+        for config in left:
+            with (
+                self._surviving(f"{group.case} {config.precision.name}"),
+                self._room(group, config, config, "native"),
+            ):
+                self._alone(group, config)
             compare.collect(self._runtime.device)
+        return []
 
-    def _alone(self, case: str, config: Config) -> list[Result]:
-        with self._warm(config, f"{case}-{config.precision.name}", "native") as side:
+    def _each(self, group: Group, left: list[Config], peer: Side) -> list[Config]:
+        for index, config in enumerate(left):
+            fitted = False
+            with self._surviving(f"{group.case} {config.precision.name}"):
+                with self._room(group, config, config, "native"):
+                    self._compare(group, config, peer)
+                    fitted = True
+                if not fitted:
+                    return left[index + 1 :]
+            compare.collect(self._runtime.device)
+        return []
+
+    def _alone(self, group: Group, config: Config) -> None:
+        with self._warm(config, f"{group.case}-{config.precision.name}", "native") as side:
             for _ in range(self._options.blocks):
                 side.block(self._options.steps)
-            return [self._result(side, None, compare.noise(side))]
+            self._done([self._result(group, config, side, "native", None, compare.noise(side))])
 
-    def _compare(self, case: str, config: Config, peer: Side) -> list[Result]:
+    def _compare(self, group: Group, config: Config, peer: Side) -> None:
         self._floor.clear(peer)
         peer.blocks.clear()
-        name = f"{case}-{config.precision.name}"
+        name = f"{group.case}-{config.precision.name}"
         with self._warm(config, name, "native") as side, self._floor.leaving(side):
             compare.check_same_start(side, peer)
             compare.alternate(side, peer, self._options.blocks, self._options.steps, self._floor, self._say)
             noise = compare.noise(side, peer)
             self._floor.bring(side, peer)
-            first = self._result(side, peer, noise)
+            first = self._result(group, config, side, "native", peer, noise)
             self._floor.bring(peer, side)
-            return [first, self._result(peer, None, noise)]
+            self._done([first, self._result(group, config, peer, peer.name, None, noise)])
 
     @contextmanager
     def _warm(self, config: Config, directory: str, name: str) -> Iterator[Side]:
@@ -154,13 +147,32 @@ class Bench:
             self._say(f"  {name} {config.precision.name} is warm, first loss {side.loss(0):.4f}{memory}")
             yield side
 
-    def _result(self, side: Side, peer: Side | None, noise: float) -> Result:
+    def _result(
+        self, group: Group, ours: Config, side: Side, engine: str, peer: Side | None, noise: float
+    ) -> Result:
         traced = None
         if self._options.profiles:
             vocabulary = side.config.model.vocab_size
             assert vocabulary is not None
             traced = profile(side.step, side.device, vocabulary)
-        return Result(line_of(side, peer, self._ceilings, self._clock, traced, noise), traced)
+        setting = self._setting_of(group, ours)
+        return Result(line_of(side, setting, engine, peer, traced, noise), traced)
+
+    def _setting_of(self, group: Group, ours: Config) -> Setting:
+        return replace(self._setting, comparison=group.comparison(ours, self._options.ours))
+
+    @contextmanager
+    def _room(self, group: Group, ours: Config, config: Config, engine: str) -> Iterator[None]:
+        """Too little memory for a side is its result (BENCH-6); the traceback would keep what it has."""
+        missing = ""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            missing = str(error).splitlines()[0]
+        if missing:
+            self._say(f"  {engine} {config.precision.name}: {missing}")
+            line = without_room(config, self._setting_of(group, ours), engine)
+            self._done([Result(line, None)])
 
     @contextmanager
     def _surviving(self, what: str) -> Iterator[None]:

@@ -1,16 +1,21 @@
-"""A line of `benchmarks/<script>.jsonl`, one a side and case: its fields, and how to read one (BENCH-7)."""
+"""A line of `benchmarks/<script>.jsonl`, one a side and case: its fields, and how to read one (BENCH-7).
+
+Lines of schema 1, which lack some fields, stay as they are and are read as ones of schema 2 by `upgraded`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from src.bench.groups import GROUPS
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
+MEASURED, OUT_OF_MEMORY = "measured", "out_of_memory"
 
 NUMBER, TEXT, FLAG = (int, float), (str,), (bool,)
 MAYBE_NUMBER, MAYBE_TEXT, MAYBE_FLAG = (*NUMBER, NoneType), (str, NoneType), (bool, NoneType)
@@ -55,27 +60,52 @@ FIELDS: dict[str, Any] = {
         "routing": ("learned", "even", "uniform", "dirichlet"),
         "load_max_over_mean": MAYBE_NUMBER,
         "packed": FLAG,
-        "compile": ("none", "layers", "model"),
+        "compile": ("none", "layers", "model", "auto"),
         "recompute": TEXT,
         "precision": TEXT,
         "clip": MAYBE_NUMBER,
         "optimizer_in_step": FLAG,
     },
     "kernels": (dict,),
-    "step_ms": {"median": NUMBER, "p10": NUMBER, "p90": NUMBER, "all": (list,)},
-    "tokens_per_s": NUMBER,
+    "outcome": (MEASURED, OUT_OF_MEMORY),
+    "engine": ("native", "eager", "transformers"),
+    "comparison": {"name": TEXT, "ours": (list,), "identity": MAYBE_TEXT, "code": MAYBE_TEXT},
+    "step_ms": Maybe({"median": NUMBER, "p10": NUMBER, "p90": NUMBER, "all": (list,)}),
+    "tokens_per_s": MAYBE_NUMBER,
     "flops_per_token": (int,),
+    "flops_per_token_by_position": (int,),
     "ceilings": {"gemm_tflops": NUMBER, "copy_gbs": NUMBER},
     "mfu_datasheet": MAYBE_NUMBER,
-    "mfu_measured": NUMBER,
+    "mfu_measured": MAYBE_NUMBER,
     "peak_gib": {"allocated": MAYBE_NUMBER, "reserved": MAYBE_NUMBER},
     "share": Maybe(dict.fromkeys(GROUPS, NUMBER)),
-    "loss": {"first": NUMBER, "last": NUMBER},
-    "peer": Maybe({"name": TEXT, "version": MAYBE_TEXT}),
+    "loss": Maybe({"first": NUMBER, "last": NUMBER}),
+    "peer": Maybe({"name": TEXT, "version": MAYBE_TEXT, "compile": MAYBE_TEXT}),
     "ratio": Maybe({"speed": NUMBER, "memory": MAYBE_NUMBER}),
-    "noise": NUMBER,
+    "noise": MAYBE_NUMBER,
 }
 """Field → the types it takes, the texts it is one of, or the fields inside it."""
+
+
+def upgraded(line: Mapping[str, Any], following: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A line of any readable schema as one of the newest; `following` is the next line of its file.
+
+    Of schema 1 a peer's own line follows ours, which alone says how the peer was compiled.
+    """
+    if line["schema"] == SCHEMA:
+        return dict(line)
+    peer = line["peer"]
+    if peer is not None:
+        peer = {**peer, "compile": None if following is None else following["case"]["compile"]}
+    return {
+        **line,
+        "schema": SCHEMA,
+        "outcome": MEASURED,
+        "engine": "transformers" if "transformers" in line["kernels"] else "native",
+        "comparison": {"name": line["case"]["model"], "ours": [], "identity": None, "code": None},
+        "flops_per_token_by_position": line["flops_per_token"],
+        "peer": peer,
+    }
 
 
 def problems(line: Any, fields: Mapping[str, Any] = FIELDS, prefix: str = "") -> Iterator[str]:
@@ -105,8 +135,16 @@ def _wrong(key: str, value: Any, wanted: Any) -> Iterator[str]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of results."""
+    """The objects of a file of results, as they stand there."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def read_current(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that can be read, as ones of the newest schema; none if there is no file."""
+    lines = read(path) if path.is_file() else []
+    following: Sequence[dict[str, Any] | None] = [*lines, None][1:]
+    pairs = zip(lines, following, strict=True)
+    return [upgraded(line, after) for line, after in pairs if line["schema"] in READABLE]
 
 
 def append(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -121,8 +159,3 @@ def append(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-
-
-def side(line: Mapping[str, Any]) -> str:
-    """Which engine a line is of; transformers names itself among its kernels."""
-    return "transformers" if "transformers" in line["kernels"] else "native"

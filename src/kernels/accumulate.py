@@ -37,6 +37,7 @@ IMPLEMENTATIONS = (
         "accumulate",
         "triton",
         triton_accumulate,
+        source="triton",
         deterministic=(True, True),
         saves="nothing",
         devices=frozenset({"cuda", "rocm"}),

@@ -104,6 +104,7 @@ IMPLEMENTATIONS = (
         "adamw",
         "triton",
         triton_adamw,
+        source="triton",
         deterministic=(True, True),
         saves="nothing",
         devices=frozenset({"cuda", "rocm"}),

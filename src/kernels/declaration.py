@@ -27,6 +27,8 @@ class Device:
     """`cpu`, `cuda` or `rocm`."""
     arch: str
     """`cpu`, or an architecture such as `sm90` or `gfx942`."""
+    interprets: bool = False
+    """Whether Triton runs kernels on a CPU, in its interpreter."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Implementation:
     """Whether two runs of the forward, and of the backward, are bitwise equal."""
     saves: str
     """What the backward pass keeps."""
+    source: str = "torch"
+    """What it is made of: `torch` (plain operations), `library` (another's kernel) or `triton` (ours)."""
     devices: frozenset[str] | None = None
     """Device kinds; None is any."""
     archs: frozenset[str] | None = None
@@ -77,6 +81,8 @@ class Implementation:
 
     def missing(self, device: Device, dtype: torch.dtype, need: Need, bitwise: bool) -> str | None:
         """One sentence naming the first capability that is missing, or None if the implementation may run."""
+        if self.source == "triton" and device.kind == "cpu":
+            return self._missing_interpreted(device, dtype, need)
         if self.devices is not None and device.kind not in self.devices:
             return f"runs on {_listed(self.devices)}, not on {device.kind}"
         if self.archs is not None and device.arch not in self.archs:
@@ -92,6 +98,14 @@ class Implementation:
         if bitwise and not all(self.deterministic):
             return "is not deterministic, which determinism=bitwise asks for"
         return self.shapes(need.widths, dtype)
+
+    def _missing_interpreted(self, device: Device, dtype: torch.dtype, need: Need) -> str | None:
+        if not device.interprets:
+            return "runs on a CPU in Triton's interpreter only, which TRITON_INTERPRET=1 asks for"
+        if dtype != torch.float32:
+            return f"takes float32 in Triton's interpreter, not {_short(dtype)}"
+        lacking = need.features - self.features
+        return f"cannot do {_listed(lacking)}" if lacking else self.shapes(need.widths, dtype)
 
 
 def _listed(words: Iterable[str]) -> str:

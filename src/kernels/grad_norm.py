@@ -79,6 +79,7 @@ IMPLEMENTATIONS = (
         triton_square_sum,
         deterministic=(True, True),
         saves="nothing",
+        source="triton",
         devices=frozenset({"cuda", "rocm"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     ),

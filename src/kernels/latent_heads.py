@@ -148,6 +148,7 @@ IMPLEMENTATIONS = (
         "latent_heads",
         "triton",
         triton_latent_heads,
+        source="triton",
         deterministic=(True, True),
         saves="cos, sin",
         devices=frozenset({"cuda", "rocm"}),

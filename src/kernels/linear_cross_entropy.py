@@ -162,6 +162,7 @@ IMPLEMENTATIONS = (
         "linear_cross_entropy",
         "triton",
         triton_linear_cross_entropy,
+        source="triton",
         deterministic=(True, True),
         saves="dh, dw",
         devices=frozenset({"cuda", "rocm"}),

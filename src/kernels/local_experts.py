@@ -118,6 +118,7 @@ IMPLEMENTATIONS = (
         "local_experts",
         "quack",
         quack_local_experts,
+        source="library",
         deterministic=(True, True),
         saves="tokens, weights, gate_up",
         devices=frozenset({"cuda"}),

@@ -7,12 +7,14 @@ back later: what `resolve` chose runs, or the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from src.code_identity import package_version
 from src.errors import Problem, UserError
 from src.kernels.declaration import EAGER, Device, Implementation, Need
 from src.kernels.table import IMPLEMENTATIONS
@@ -27,7 +29,9 @@ class Choice:
 
     name: str
     refused: Mapping[str, str]
-    """Candidate that came before the chosen one → the capability it misses."""
+    """Candidate that cannot run → the capability it misses."""
+    implementation: Implementation | None = None
+    """What it declares; None in tests that stand something else in."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,11 @@ class Ops:
 
     def record(self) -> dict[str, Any]:
         """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
-        operations = {
-            operation: {"choice": choice.name, "refused": dict(choice.refused)}
-            for operation, choice in self.choices.items()
-        }
+        operations = {operation: _recorded(choice) for operation, choice in self.choices.items()}
         device = {"kind": self.device.kind, "arch": self.device.arch}
-        return {"operations": operations, "device": device, "torch": torch.__version__}
+        packages = {"triton", *(p for choice in self.choices.values() for p in _packages(choice))}
+        versions = {package: package_version(package) for package in sorted(packages)}
+        return {"operations": operations, "device": device, "torch": torch.__version__, "packages": versions}
 
 
 OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choices"))
@@ -129,10 +132,13 @@ def choose(
         if wanted is not None and (wanted not in known or lacks[wanted]):
             problems.append(_unavailable(operation, wanted, lacks))
             continue
-        order = (wanted,) if wanted is not None else _order(kernels.name, device, operation)
-        name = next(name for name in order if lacks[name] is None)
+        order = (wanted,) if wanted is not None else _order(kernels.name, device, operation, known)
+        name = next((name for name in order if lacks[name] is None), None)
+        if name is None:  # Only of kernels=triton, which leaves nothing in Triton to the reference.
+            problems.append(_unavailable(operation, order[0], lacks))
+            continue
         refused = {other: why for other, why in lacks.items() if why is not None}
-        functions[operation], choices[operation] = known[name].function, Choice(name, refused)
+        functions[operation], choices[operation] = known[name].function, Choice(name, refused, known[name])
     if problems:
         raise UserError(problems, code=3)
     return Ops(**functions, device=device, choices=choices)
@@ -146,15 +152,35 @@ def implementations() -> dict[str, dict[str, Implementation]]:
 def describe(device: torch.device) -> Device:
     """The capabilities of a real device."""
     if device.type != "cuda":
-        return Device(device.type, device.type)
+        return Device(device.type, device.type, interprets=os.environ.get("TRITON_INTERPRET") == "1")
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Device("rocm", str(properties.gcnArchName).split(":")[0])
     return Device("cuda", f"sm{properties.major}{properties.minor}")
 
 
-def _order(name: str, device: Device, operation: str) -> tuple[str, ...]:
-    return (EAGER,) if name == EAGER else (*AUTO.get(device.kind, {}).get(operation, ()), EAGER)
+def _order(name: str, device: Device, operation: str, known: Mapping[str, Implementation]) -> tuple[str, ...]:
+    """What is tried in turn. `library` takes another's kernel where there is one, `triton` ours."""
+    auto = AUTO.get(device.kind, {}).get(operation, ())
+    if name == EAGER:
+        return (EAGER,)
+    if name == "auto":
+        return (*auto, EAGER)
+    made = tuple(sorted((i for i in known if known[i].source == name), key=lambda i: (*auto, i).index(i)))
+    return made if name == "triton" and made else (*made, EAGER)
+
+
+def _recorded(choice: Choice) -> dict[str, Any]:
+    record: dict[str, Any] = {"choice": choice.name, "refused": dict(choice.refused)}
+    if choice.implementation is not None:
+        forward, backward = choice.implementation.deterministic
+        record |= {"deterministic": {"forward": forward, "backward": backward}}
+        record |= {"saves": choice.implementation.saves}
+    return record
+
+
+def _packages(choice: Choice) -> Iterable[str]:
+    return () if choice.implementation is None else choice.implementation.packages
 
 
 def _unavailable(operation: str, wanted: str, lacks: Mapping[str, str | None]) -> Problem:

@@ -157,6 +157,7 @@ IMPLEMENTATIONS = (
         "rotary_heads",
         "triton",
         triton_rotary_heads,
+        source="triton",
         deterministic=(True, True),
         saves="x if normed, cos, sin",
         devices=frozenset({"cuda", "rocm"}),

@@ -96,6 +96,7 @@ IMPLEMENTATIONS = (
         "swiglu",
         "triton",
         triton_swiglu,
+        source="triton",
         deterministic=(True, True),
         saves="gate_up",
         devices=frozenset({"cuda", "rocm"}),

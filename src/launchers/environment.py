@@ -158,6 +158,8 @@ TABLE = (
         "reproducible products",
         "determinism",
     ),
+    Row("TORCHINDUCTOR_DETERMINISTIC", when_bitwise("1"), "bool", GPU, "no choice by timing", "determinism"),
+    Row("TORCHINDUCTOR_MAX_AUTOTUNE", when_bitwise("0"), "bool", GPU, "no choice by timing", "determinism"),
     Row("NCCL_ALGO", when_bitwise("Ring"), "text", GPU, "one order of summation", "determinism"),
     Row("ROCBLAS_DEFAULT_ATOMICS_MODE", when_bitwise("0"), "bool", ("rocm",), "no atomics", "determinism"),
     Row("PYTHONHASHSEED", when_bitwise("0"), "int", ALL, "one order of sets", "determinism"),

@@ -63,7 +63,7 @@ class LaunchPlan:
     launcher: str
     platform: str
     devices: int | None
-    """GPUs that ranks may take, one each; null on a CPU."""
+    """GPUs that ranks may take, one each; null on a CPU, and where ranks share them."""
     precision: str
     nodes: int
     ranks_per_node: int
@@ -170,7 +170,7 @@ def make_plan(
         overrides=list(overrides),
         launcher=config.launcher.name,
         platform=machine.platform,
-        devices=None if machine.platform == "cpu" else machine.devices,
+        devices=None if machine.platform == "cpu" or config.launcher.share_device else machine.devices,
         precision=precision_name(config, machine.platform),
         nodes=share.nodes,
         ranks_per_node=share.ranks,

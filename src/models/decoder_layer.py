@@ -50,18 +50,15 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", None)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Ids and weights [T,K]; the engine's balance may replace the ids and add to the gradient."""
+        """Ids and weights [T,K]; ids may come with the batch, and its balance adds to the gradient."""
         logits_TE = self.ops.router_linear(x_TD, self.weight)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias
         routed = self.route(logits_TE, batch.ids_TK)
         if batch.balance is None:
             return Routing(routed.ids_TK, routed.weights_TK)
-        ids_TK = routed.ids_TK if batch.ids_TK is not None else batch.balance.choose(routed.ids_TK)
-        if ids_TK is not routed.ids_TK:
-            routed = self.route(logits_TE, ids_TK)
-        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, ids_TK, routed.weights_TK)
-        return Routing(ids_TK, weights_TK)
+        weights_TK = batch.balance.apply(logits_TE, routed.scores_TE, routed.ids_TK, routed.weights_TK)
+        return Routing(routed.ids_TK, weights_TK)
 
     def route(self, logits_TE: Tensor, ids_TK: Tensor | None) -> Routed:
         """Scores, choice and weights as the rule says; the choice is `ids_TK` if given."""

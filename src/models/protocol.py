@@ -35,14 +35,10 @@ class Carry:
 
 
 class Balance(Protocol):
-    """The engine's side of one layer's routing: auxiliary losses, load counts, forced choices (ENG-24).
+    """The engine's side of one layer's routing: auxiliary losses and load counts (ENG-24).
 
     It knows the layer by its tensors alone: a number would compile every layer anew (CMP-4).
     """
-
-    def choose(self, ids_TK: Tensor) -> Tensor:
-        """The experts to use: `ids_TK` itself, or a forced choice of the same shape and dtype."""
-        ...
 
     def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return `weights_TK` unchanged in value; its gradient also carries that of the auxiliary terms.
@@ -62,6 +58,10 @@ class Balances(Protocol):
 
     def at(self, layer: int) -> Balance:
         """The hook of the layer with this global index."""
+        ...
+
+    def forced(self, layer: int) -> Tensor | None:
+        """int32 experts [T,K] that the layer is to use whatever its router says; None lets it choose."""
         ...
 
 
@@ -117,13 +117,15 @@ class Batch:
     balance: Balance | None = None
     """That of the layer which gets the batch, from `at`."""
     ids_TK: Tensor | None = None
-    """The experts that this layer's router chose in an earlier forward of the batch; None lets it choose."""
+    """The experts that this layer uses, forced ones or those of an earlier forward; None lets it choose."""
     context: Context | None = None
     """Attention where S is a part of the sequence; None: all positions are here."""
 
     def at(self, layer: int) -> Batch:
         """The same batch as the layer with this global index sees it; dense layers need not ask."""
-        return self if self.balances is None else replace(self, balance=self.balances.at(layer))
+        if self.balances is None:
+            return self
+        return replace(self, balance=self.balances.at(layer), ids_TK=self.balances.forced(layer))
 
     def again(self, ids_TK: Tensor | None) -> Batch:
         """The batch for a second forward of a layer, whose router chose `ids_TK` in the first."""

@@ -21,6 +21,7 @@ from src.trainer.callbacks.base import Callback
 from src.trainer.callbacks.checkpointing import Checkpointing
 from src.trainer.callbacks.dump_batches import DumpBatches
 from src.trainer.callbacks.evaluating import Evaluating
+from src.trainer.callbacks.profiling import Profiling
 from src.trainer.callbacks.steady import SteadyTimeouts
 from src.trainer.callbacks.tracking import trackers
 from src.trainer.checkpoint.agree import agree
@@ -35,6 +36,7 @@ from src.trainer.health import Health, refusal
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
 from src.trainer.parallel.precision import precision_of
+from src.trainer.repairs import repair
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
 from src.trainer.step import train_step
@@ -118,9 +120,13 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
         config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
         backend.remainders, precision_of(config, runtime.device).first_moment,
     )  # fmt: skip
-    write_kernels(directory, runtime, backend.ops_record())
+    repairs = repair(config, directory, runtime.rank, backend.ops)
+    write_kernels(directory, runtime, backend.ops_record() | repairs.record)
     health = Health(config, runtime.device)
-    return Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health)
+    run = Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health, repairs)
+    for line in repairs.lines:
+        say(run, line)
+    return run
 
 
 def launched_key(config: Config, directory: Path) -> str | None:
@@ -176,17 +182,21 @@ def make_callbacks(run: Run) -> list[Callback]:
     listeners = [*tracking, *dump]
     evaluating = [Evaluating(listeners)] if run.config.evaluation.name == "heldout" else []
     steady = [SteadyTimeouts()] if run.runtime.world > 1 else []
-    return [*steady, *listeners, *evaluating, Checkpointing()]
+    profile = run.config.profile
+    traces = bool(profile.steps) and run.runtime.rank in (profile.ranks or range(run.runtime.world))
+    profiling = [Profiling(run.config, run.runtime.device)] if traces else []
+    return [*steady, *listeners, *evaluating, Checkpointing(), *profiling]
 
 
 @contextmanager
 def closing(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close every callback on every way out."""
+    """Close every callback on every way out, and undo the patches."""
     try:
         yield
     finally:
         for callback in callbacks:
             callback.close(run)
+        run.repairs.close()
 
 
 @contextmanager

@@ -128,7 +128,8 @@ class Metrics:
         run, config = self._run, self._run.config
         norm, reason, _, tokens = shared
         run.tokens_total += int(tokens)
-        warm = record.step > self._first_step + WARM_UP_STEPS
+        profiled = config.profile.covers(record.step)
+        warm = record.step > self._first_step + WARM_UP_STEPS and not profiled
         seconds = record.step_time.seconds
         speed = tokens / seconds if warm else None
         layers = max(1, len(self._moe_layers))
@@ -148,6 +149,7 @@ class Metrics:
             "epoch": record.epoch,
             "skipped": bool(reason),
             "skip_reason": REASONS[int(reason)],
+            "profiled": profiled,
             "step_time": seconds,
             "data_time": record.data_time,
             "tokens_per_s": speed,

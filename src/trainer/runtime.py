@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from src.config import Config, MeshConfig
 from src.durations import seconds
 from src.errors import UserError
+from src.trainer import determinism
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
 from src.trainer.parallel.timeouts import FIRST, wait_at_most
 
@@ -137,19 +138,20 @@ def start(config: Config) -> Runtime:
         raise UserError(
             f"{world} ranks were started, the mesh has {config.mesh.world}: start that many ranks"
         )
+    determinism.settle(config)
     device = pick_device(config, local_rank)
-    if config.determinism.name == "bitwise":
-        torch.use_deterministic_algorithms(True)
+    determinism.check(config, device)
     if world == 1:
         return join(config.mesh, rank, local_rank, device)
     store, steady = meet(config, rank, world), timedelta(seconds=seconds(config.launcher.collective_timeout))
+    backend = "nccl" if device.type == "cuda" and not config.launcher.share_device else "gloo"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         rank=rank,
         world_size=world,
         store=PrefixStore("default_pg", store),
         timeout=steady,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
     runtime = replace(join(config.mesh, rank, local_rank, device, steady), store=store)
     wait_at_most(runtime, max(FIRST, steady))
@@ -194,14 +196,18 @@ def join(
 def pick_device(config: Config, local_rank: int) -> torch.device:
     """The device of this rank: a GPU where `platform` asks for one, or has one under `auto`.
 
+    With `launcher.share_device` ranks beyond the GPUs go round and round.
+
     Raises:
         UserError: `platform` names a GPU and there is none for this rank (3).
     """
     name = config.platform.name
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    if config.launcher.share_device and found:
+        local_rank %= found
+    if local_rank >= found:
         raise UserError(
             f"platform={name}: no GPU for local rank {local_rank}, {found} found; platform=cpu", code=3
         )

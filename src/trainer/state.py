@@ -10,6 +10,7 @@ from src.trainer.backends.base import Backend
 from src.trainer.data.corpus import Data
 from src.trainer.health import Health
 from src.trainer.optimizer import Optimizer
+from src.trainer.repairs import Repairs
 from src.trainer.runtime import Runtime
 from src.trainer.stop import Agreement, StopRequest
 
@@ -27,6 +28,7 @@ class Run:
     optimizer: Optimizer
     stop: StopRequest
     health: Health
+    repairs: Repairs
     agreement: Agreement = field(default_factory=Agreement)
     step: int = 0
     """Optimizer steps finished."""

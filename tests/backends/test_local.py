@@ -129,6 +129,7 @@ def test_a_step_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
     [
         (["backend=native", "backend.compile=auto"], "backend=transformers"),
         (["balance=sequence"], "balance=none"),
+        (["balance.force=even"], "balance.force=none"),
         (["model.path=nowhere"], "config.json cannot be read"),
         (["mesh=ep2"], "experts are not divided"),
         (["model.hidden_size=128"], "128, but"),

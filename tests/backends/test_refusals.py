@@ -20,7 +20,7 @@ from src.config import (
 from src.errors import UserError
 from src.models.convert.table import CONVERSIONS
 from src.validate import validate
-from tests.models.odd import deepseek_v2, qwen3_moe
+from tests.models.odd import deepseek_v2, dense, qwen3_moe
 
 PEER = BackendConfig("transformers")
 MODEL = deepseek_v2(num_layers=4, num_experts=20, context=4096)
@@ -30,7 +30,11 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"mesh": MeshConfig("ep2", ep=2)}, "mesh.ep", "experts are not divided"),
     ({"mesh": MeshConfig("cp2", cp=2)}, "mesh.cp", "wants the whole sequence"),
     ({"precision": PrecisionConfig("fp64")}, "precision", "in fp32 whatever the model's dtype"),
-    ({"balance": BalanceConfig(force="even")}, "balance.force", "does not take balance.force=even yet"),
+    (
+        {"balance": BalanceConfig(force="even"), "model": dense(context=4096)},
+        "balance.force",
+        "has no experts",
+    ),
     ({"kernels": KernelsConfig(attention="eager")}, "kernels.attention", "by its own code"),
     ({"kernels": KernelsConfig(grouped_mm="eager")}, "kernels.grouped_mm", "by its own code"),
     ({"model": replace(MODEL, num_shared_experts=0)}, "model.num_shared_experts", "always builds"),

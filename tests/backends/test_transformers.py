@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import MeshConfig
+from src.config import BalanceConfig, MeshConfig
 from src.errors import UserError
 from src.trainer.backends.peer import Peer
 from src.trainer.backends.registry import backend_class
+from src.trainer.parallel.balance import BoundBalance
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import join, start
 from tests.backends.compare import SINGLE, Choice, measure, trace_of
@@ -90,6 +92,54 @@ def test_mod_3_parity_with_native(name: str, batch: str, natives: Traces) -> Non
     report = measure(case(batch, family(name)), natives(name, batch), CHOICES[name])
     print(name, batch, worst(report))
     assert worst(report)[1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "force"),
+    [
+        ("qwen3_moe", "uniform"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("eager", "even"), ("gpt_oss", "dirichlet"))
+        ),
+    ],
+)
+def test_mod_3_parity_under_forced_choices(name: str, force: str) -> None:
+    """MOD-3, DET-4: the same experts, weighed by the router's own rule; counts and gradients agree."""
+    which = replace(case("packed", family(name)), force=force)
+    trace = trace_of(which, Choice("native"))
+    assert worst(measure(which, trace, CHOICES[name]))[1] <= 1
+
+
+def forced_step(compiled: str) -> tuple[float, float]:
+    """Loss and norm of a step whose experts are forced, in fp32 without an auxiliary loss."""
+    which = Case(SINGLE, "1f1b", "dense", "fp32", family="qwen3_moe", force="uniform")
+    config = Choice(attention="sdpa").config(which)
+    config.balance = BalanceConfig("none", force="uniform")
+    config.backend.compile = compiled
+    backend: Any = backend_class("transformers").build(config, start(config))
+    losses = []
+    for step in range(2):
+        batch = step_batch("dense", step, 0, 1)
+        sums = backend.forward_backward(batch, torch.tensor(batch.target_tokens))
+        losses.append(float(sums.loss))
+    return sum(losses), float(backend.norm_and_loss(sums.loss)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["model", pytest.param("layers", marks=pytest.mark.soak)])
+def test_forced_choices_reach_compiled_layers(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DET-4, CMP-2: hooks that stay are part of the graphs, and new ids a step are not baked in."""
+    compile_module = torch.nn.Module.compile
+
+    def quickly(module: Any, **options: Any) -> None:
+        compile_module(module, backend="aot_eager", **options)
+
+    plain = forced_step("none")
+    monkeypatch.setattr(torch.nn.Module, "compile", quickly)
+    assert forced_step(compiled) == pytest.approx(plain, rel=1e-5)
+    monkeypatch.setattr(BoundBalance, "forced", lambda *_: None)
+    assert forced_step(compiled) != pytest.approx(plain, rel=1e-5)
 
 
 def own_mean(peer: Peer, hidden: Any, labels: Any, scale: Any, original: Any = Peer.loss) -> Any:

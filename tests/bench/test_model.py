@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import torch
 
 from scripts import bench_model, generate_docs
 from src.bench import record
+from src.bench.cases import groups_of, split_overrides
 from src.bench.compare import check_same_start
-from src.bench.lines import verdict
+from src.bench.side import Side
+from src.bench.table import newest_rows, verdict
+from src.code_identity import CodeRecord, code_record
+from src.compose import compose
+from src.models.counts import flops_per_token
+from src.trainer.data.corpus import open_data
 from tests.docs.commands import ROOT
 
 SMALL = ["--cases", "tiny", "--blocks", "2", "--steps", "2", "--warmup", "1", "--profile"]
@@ -34,11 +41,12 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_bench_7_a_line_a_side_with_every_field(lines: list[dict[str, Any]]) -> None:
     """BENCH-7: both sides, each of the schema; the ratio stands with ours and names the peer."""
-    assert [record.side(line) for line in lines] == ["native", "transformers"]
+    assert [line["engine"] for line in lines] == ["native", "transformers"]
     assert [list(record.problems(line)) for line in lines] == [[], []]
     ours, peer = lines
     assert ours["case"]["tokens"] == 4 * ours["case"]["seq"] == 128
-    assert ours["peer"] == {"name": "transformers", "version": peer["versions"]["transformers"]}
+    version = peer["versions"]["transformers"]
+    assert ours["peer"] == {"name": "transformers", "version": version, "compile": "none"}
     assert (peer["peer"], peer["ratio"]) == (None, None)
     assert ours["ratio"]["speed"] == pytest.approx(peer["step_ms"]["median"] / ours["step_ms"]["median"])
 
@@ -99,6 +107,40 @@ def test_bench_7_recorded_lines_are_of_the_schema() -> None:
     assert [problem for line in current for problem in record.problems(line)] == []
 
 
+def test_bench_7_old_lines_are_read_as_new_ones() -> None:
+    """BENCH-7: those of schema 1 stay as they are and have, once read, all that is known of a line."""
+    path = ROOT / "benchmarks/bench_model.jsonl"
+    old = [line for line in record.read(path) if line["schema"] == 1]
+    new = record.read_current(path)[: len(old)]
+    assert len(old) == 14
+    assert [problem for line in new for problem in record.problems(line)] == []
+    assert [line["step_ms"] for line in new] == [line["step_ms"] for line in old]
+    assert [line["peer"]["compile"] for line in new if line["peer"]] == [
+        *("layers", "layers", "layers", "layers", "model", "model", "model")
+    ]
+    broken = copy.deepcopy(new[0])
+    del broken["outcome"]
+    assert list(record.problems(broken)) == ["outcome: missing"]
+
+
+def test_bench_7_the_readme_has_the_newest_of_each_comparison() -> None:
+    """BENCH-7: one row a model, tokens, routing, precision and form of the peer; the last measured counts."""
+    lines = record.read_current(ROOT / "benchmarks/bench_model.jsonl")[:14]
+    rows = newest_rows(lines)
+    assert len(rows) == 7, "each of these was measured once"
+    again = copy.deepcopy(lines[0])
+    again["tokens_per_s"] = 99_999.0
+    assert len(newest_rows([*lines, again])) == 7
+    assert [row[4] for row in newest_rows([*lines, again]) if row[4] == "99,999"] == ["99,999"]
+    other = copy.deepcopy(again)
+    other["case"]["routing"] = "even"
+    assert len(newest_rows([*lines, other])) == 8
+    without = {**copy.deepcopy(other), "outcome": record.OUT_OF_MEMORY}
+    without |= dict.fromkeys(("step_ms", "tokens_per_s", "peer", "ratio", "mfu_datasheet", "noise"))
+    assert [row[4] for row in newest_rows([without])] == ["out of memory"]
+    assert [row[4] for row in newest_rows([without, other])] == ["99,999"], "there is room now"
+
+
 def test_bench_3_a_difference_inside_the_noise_is_none() -> None:
     """BENCH-3: A against A decides."""
     assert verdict(1.04, noise=0.05).startswith("none")
@@ -120,19 +162,130 @@ def test_bench_3_another_first_loss_ends_the_comparison() -> None:
         check_same_start(Fake("a", 4.0), Fake("b", 4.02))  # type: ignore[arg-type]
 
 
+FEW = ["--cases", "tiny", "--blocks", "1", "--steps", "1", "--warmup", "1", "--peer", "eager"]
+
+
 def test_a_failing_comparison_is_told_and_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An error of one comparison is reported last, after what the others gave."""
 
     def explode(*_: object) -> None:
-        raise torch.OutOfMemoryError("out of memory: 3 GiB")
+        raise RuntimeError("a kernel went wrong")
 
     monkeypatch.setattr("src.bench.compare.check_same_start", explode)
     out = tmp_path / "out.jsonl"
-    assert bench_model.main([*SMALL, "--out", str(out)]) == 1
-    assert "failed: tiny fp32: OutOfMemoryError: out of memory: 3 GiB" in capsys.readouterr().out
+    assert bench_model.main([*FEW, "--out", str(out)]) == 1
+    assert "failed: tiny fp32: RuntimeError: a kernel went wrong" in capsys.readouterr().out
     assert not out.exists()
+
+
+@pytest.mark.parametrize("who", ["native", pytest.param("eager", marks=pytest.mark.slow)])
+def test_bench_6_out_of_memory_is_a_result(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BENCH-6: a line of the schema says so, with exit code 0, and a peer without room leaves ours alone."""
+    warm = Side.warm
+
+    def full(side: Side, steps: int) -> None:
+        if side.name == who:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        warm(side, steps)
+
+    monkeypatch.setattr(Side, "warm", full)
+    out = tmp_path / "out.jsonl"
+    assert bench_model.main([*FEW, "--out", str(out)]) == 0
+    found = record.read(out)
+    assert [problem for line in found for problem in record.problems(line)] == []
+    full_up, measured = record.OUT_OF_MEMORY, record.MEASURED
+    told = [(line["engine"], line["outcome"]) for line in found]
+    alone = [("eager", full_up), ("native", measured)]
+    assert told == ([("native", full_up)] if who == "native" else alone)
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench_1_what_was_measured_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BENCH-1: by case, commit, versions and code, whatever the command; asked for again it is measured."""
+    out = tmp_path / "out.jsonl"
+
+    def lines_after(*words: str) -> int:
+        assert bench_model.main([*FEW, "--peer", "none", "--out", str(out), *words]) == 0
+        return len(record.read(out))
+
+    assert lines_after("--tokens-per-step", "64,128") == 2
+    assert lines_after("--tokens-per-step", "128,96", "--routing", "learned") == 3, "only 96 is new"
+    assert "skipped; --again measures anew" in capsys.readouterr().out
+    assert lines_after("--tokens-per-step", "64", "--steps", "2") == 4, "more steps than were timed"
+    assert lines_after("--tokens-per-step", "96", "--again") == 5
+    monkeypatch.setattr("src.bench.facts.code_record", changed_code)
+    assert lines_after("--tokens-per-step", "64") == 6, "another commit"
+
+
+def changed_code() -> CodeRecord:
+    return replace(code_record(), commit="0" * 40)
+
+
+@pytest.mark.slow
+def test_bench_1_eager_is_a_peer_and_routing_is_forced_on_both(tmp_path: Path) -> None:
+    """BENCH-1, DET-4: our own reference kernels beside `auto`; both sides route evenly and start alike."""
+    out = tmp_path / "out.jsonl"
+    words = ["--routing", "even", "--ours", "kernels.grouped_mm=eager", "--out", str(out)]
+    assert bench_model.main([*FEW, *words]) == 0
+    ours, eager = record.read(out)
+    chosen = [line["kernels"]["operations"]["attention"]["choice"] for line in (ours, eager)]
+    assert chosen[0] != "eager" == chosen[1]
+    assert ours["kernels"]["operations"]["grouped_mm"]["choice"] == "eager"
+    assert (ours["comparison"]["ours"], ours["case"]["routing"]) == (["kernels.grouped_mm=eager"], "even")
+    assert ours["case"]["clip"] == eager["case"]["clip"] is not None
+    loads = [line["case"]["load_max_over_mean"] for line in (ours, eager)]
+    assert loads == [pytest.approx(1, abs=0.1)] * 2
+
+
+@pytest.mark.slow
+def test_bench_6_packed_flops_are_counted_by_document(tmp_path: Path) -> None:
+    """PERF-6: keys of the own document alone, beside what a sample that is one document would take."""
+    out = tmp_path / "out.jsonl"
+    assert bench_model.main([*FEW, "--cases", "tiny_packed,tiny", "--peer", "none", "--out", str(out)]) == 0
+    packed, dense = record.read(out)
+    assert (packed["case"]["packed"], dense["case"]["packed"]) == (True, False)
+    assert dense["flops_per_token"] == dense["flops_per_token_by_position"]
+    assert packed["flops_per_token_by_position"] == dense["flops_per_token"]
+    config = compose(["experiment=bench/tiny_packed"]).config
+    sizes = [int(n) for n in open_data(config).train.plan.pieces[:, 2]]
+    length = sum(n * n for n in sizes) / sum(sizes)
+    assert 9 < length < 18, "weighed by tokens, documents of 9 in the mean are longer"
+    assert packed["flops_per_token"] == flops_per_token(config.model, round(length))
+    assert packed["tokens_per_s"] < 1e3 * 64 / packed["step_ms"]["median"], "pads are no tokens"
+
+
+@pytest.mark.slow
+def test_bench_6_a_model_without_experts_has_one_routing(capsys: pytest.CaptureFixture[str]) -> None:
+    """DET-4: what cannot be forced is left out with a word."""
+    options = bench_model.options_of(
+        bench_model.parser().parse_args(["--routing", "learned,even", "--peer", "none"])
+    )
+    skipped: list[str] = []
+    groups = groups_of(["dense_1b", "tiny"], options, skipped)
+    assert [group.name.split(",")[0] for group in groups] == ["dense_1b", "tiny", "tiny"]
+    assert skipped == ["dense_1b has no experts: no even routing"]
+
+
+def test_bench_6_at_most_24_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
+    """BENCH-6: more are refused with their number, and so are routings that do not exist."""
+    tokens = ",".join(str(64 * n) for n in range(1, 26))
+    assert bench_model.main(["--cases", "tiny", "--peer", "none", "--tokens-per-step", tokens]) == 2
+    assert "25 comparisons" in capsys.readouterr().err
+    assert bench_model.main(["--cases", "tiny", "--routing", "odd"]) == 2
+    assert "learned, even, uniform, dirichlet" in capsys.readouterr().err
+
+
+def test_overrides_by_commas() -> None:
+    """A comma inside a list separates nothing."""
+    text = "kernels.attention=flash_attn_4,profile.steps=[1,2],+env.A=b,c"
+    assert split_overrides(text) == ["kernels.attention=flash_attn_4", "profile.steps=[1,2]", "+env.A=b,c"]
 
 
 def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,12 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"resume": "automatic"}, "resume", "CKPT-5"),
     ({"profile.steps": [3]}, "profile.steps", "PROF-1"),
     ({"profile.steps": [5, 3]}, "profile.steps", "PROF-1"),
+    ({"profile.steps": [0, 3]}, "profile.steps", "PROF-1"),
+    ({"profile.steps": [3, 13]}, "profile.steps", "PROF-1"),
+    ({"profile.steps": [9, 10], "max_steps": 9}, "profile.steps", "PROF-1"),
+    ({"profile.ranks": [0, 7]}, "profile.ranks", "PROF-1"),
+    ({"profile.memory": True}, "profile.memory", "BENCH-4"),
+    ({"profile.memory": True, "profile.steps": [2, 3], "platform.name": "cpu"}, "profile.memory", "BENCH-4"),
     ({"pipeline.overlap": True}, "pipeline.overlap", "ENG-17"),
     ({"sequence_length": 8192}, "sequence_length", "TRAP-9"),
     ({"model.top_k": 9}, "model.top_k", "ROUTE-1"),
@@ -185,7 +191,7 @@ def test_edges_pass(base: Config) -> None:
     more: dict[str, object] = {
         "max_steps": 1,
         "checkpoint.every": 0,
-        "profile.steps": [0, 0],
+        "profile.steps": [1, 1],
         "resume": "a/b",
     }
     assert validate(changed(base, zeros | nulls | more)) == []

@@ -295,6 +295,8 @@ def bad(**changes: Any) -> Config:
         (synthetic_config("uniform", tokenizer__kind="bpe", model__vocab_size=63), ["63", "64", "TOK-3"]),
         (synthetic_config("uniform", data__ids=3), ["data.ids"]),
         (synthetic_config("uniform", data__documents=0), ["data.documents"]),
+        (synthetic_config("uniform", data__document_length=1), ["data.document_length"]),
+        (synthetic_config("rules", data__document_length=9), ["data.document_length", "whole samples"]),
         (synthetic_config("rules", sequence_length=2), ["sequence_length", "EVAL-4"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def test_steps_are_the_order_in_slots(root: Path) -> None:
         assert len(batch.micro_batches) == 6
         assert drawn([batch]) == [order.at(s * 12 + slot).sample for slot in range(12)]
         assert batch.epoch == order.at(s * 12).epoch
-        for m in batch.micro_batches:
-            assert equal(m, data.train.micro_batch(m.samples))
+        for index, m in enumerate(batch.micro_batches):
+            assert m.first == s * 12 + 2 * index
+            assert equal(m, replace(data.train.micro_batch(m.samples), first=m.first))
             assert m.target_tokens == int((m.labels_BS != NO_TARGET).sum())
     assert batch.epoch > 0, "the test is to see more than one epoch"
 
@@ -68,6 +70,11 @@ def test_any_number_of_coordinates_sees_the_same_samples(root: Path, coordinates
     whole = load(opened(root), range(4))
     data = opened(root, micro_batch_size=size)
     parts = [load(data, range(4), d, coordinates) for d in range(coordinates)]
+    order = Order(data.config, len(data.train))
+    placed = [m for p in parts for batch in p for m in batch.micro_batches]
+    assert [order.at(m.first + i).sample for m in placed for i in range(size)] == [
+        sample for m in placed for sample in m.samples
+    ]
     for s, batch in enumerate(whole):
         assert sorted(drawn([p[s] for p in parts])) == sorted(drawn([batch]))
         assert sum(p[s].target_tokens for p in parts) == batch.target_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from src.trainer.data.baselines import Baselines, count_lines, measure
 from src.trainer.data.corpus import Data, open_data
 from src.trainer.data.packed import NO_TARGET
-from src.trainer.data.synthetic import FREQUENT_KEY_SHARE, SyntheticSource, rule_table
+from src.trainer.data.synthetic import FREQUENT_KEY_SHARE, SyntheticSource, is_dense, rule_table
 from tests.data.small import prepared, small_config, synthetic_config
 
 RULES = ("uniform", "repeat", "zipf", "copy", "rules")
@@ -94,6 +95,19 @@ def test_lengths_by_rule(rule: str, dense: bool) -> None:
     assert len(data.heldout.source.lengths) == 5
     more = open_data(synthetic_config(rule, data__documents=41))
     assert len(more.heldout.source.lengths) == 6
+
+
+def test_documents_of_a_given_mean_length_are_packed() -> None:
+    """PACK-1: lengths from 2 to 2·L - 2 whose mean is L; samples are full of them and are not dense."""
+    config = synthetic_config("uniform", data__document_length=17, data__documents=3000)
+    data = open_data(config)
+    lengths = data.train.source.lengths
+    assert (lengths.min(), lengths.max()) == (2, 2 * 17 - 2)
+    assert lengths.mean() == pytest.approx(17, rel=0.03)
+    assert data.train.plan.tokens / (len(data.train) * 64) > 0.99
+    config.evaluation.name = "none"
+    assert not is_dense(config)
+    assert is_dense(replace(config, data=replace(config.data, document_length=None)))
 
 
 @pytest.mark.parametrize("positions", [3, 4, 17])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ def micro_batch(block: list[Sample]) -> MicroBatch:
 def blocks(kind: str, step: int, size: int = BLOCK) -> list[MicroBatch]:
     """The global batch as micro-batches of `size` samples, in the order of the slots."""
     rows = samples(kind, step)
-    return [micro_batch(rows[i : i + size]) for i in range(0, SAMPLES, size)]
+    starts = range(0, SAMPLES, size)
+    return [replace(micro_batch(rows[i : i + size]), first=step * SAMPLES + i) for i in starts]
 
 
 def step_batch(kind: str, step: int, coordinate: int, coordinates: int, size: int = BLOCK) -> StepBatch:

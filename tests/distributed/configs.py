@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from src.config import (
+    BackendConfig,
     BalanceConfig,
     Config,
     KernelsConfig,
@@ -20,7 +21,7 @@ from tests.distributed.batches import BLOCK, SAMPLES, length_of
 from tests.models import odd
 
 Key = tuple[str, str, str, int]
-"""Model, batch, precision and micro-batch size: what the oracle of a case depends on."""
+"""Model with who routes, batch, precision and micro-batch size: what the oracle of a case depends on."""
 MODELS: dict[str, ModelConfig] = {
     "deepseek_v2": odd.deepseek_v2(num_layers=4, num_experts=20),
     "qwen3_moe": odd.qwen3_moe(num_layers=4, num_experts=14),
@@ -46,6 +47,10 @@ class Case:
     """What is computed again."""
     model: ModelConfig | None = None
     """Another model than the family's."""
+    force: str = "none"
+    """Who chooses the experts, if not the routers."""
+    device: str = "cpu"
+    """Where the ranks compute; of several ranks on `cuda` all share one card. The oracle is on a CPU."""
 
     @property
     def balance(self) -> str:
@@ -56,13 +61,15 @@ class Case:
 
     def __str__(self) -> str:
         options = (self.schedule, self.batch, self.precision, self.reduce, f"b{self.block}", self.recompute)
+        options += tuple(word for word in (self.force, self.device) if word not in ("none", "cpu"))
         return "-".join((self.family, self.mesh.spec, *options))
 
     @property
     def key(self) -> Key:
         """What the oracle depends on: meshes and schedules share one."""
         unit = BLOCK if self.balance == "sequence" else self.block
-        return self.model.name if self.model else self.family, self.batch, self.precision, unit
+        name = self.model.name if self.model else self.family
+        return f"{name} {self.force}", self.batch, self.precision, unit
 
 
 MESHES = {
@@ -222,6 +229,17 @@ def matrix(ranks: int) -> list[Case]:
     ] + [*EXTRA.get(ranks, []), *CONTEXT.get(ranks, []), *AGAIN.get(ranks, []), *FAMILIES[ranks]]
 
 
+SHARED = [
+    case
+    for ranks in (1, 4)
+    for case in matrix(ranks)
+    if case.mesh.pp * case.mesh.cp == 1 and (ranks == 1 or case.precision == "fp64" or case.mesh.rep > 1)
+]
+"""What ranks of one world can do that share a card: one rank each by itself, and four over rep, dp and ep.
+
+Stages (pp) and blocks of keys (cp) travel by send and receive, and gloo's take addresses of the host only."""
+
+
 def make_config(case: Case) -> Config:
     """The run of a case."""
     return Config(
@@ -230,7 +248,8 @@ def make_config(case: Case) -> Config:
         pipeline=PipelineConfig(case.schedule, STAGES_PER_RANK[case.schedule][0], reduce=case.reduce),
         recompute=RecomputeConfig(case.recompute),
         kernels=KernelsConfig(name="eager"),
-        balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02),
+        backend=BackendConfig(compile="none"),
+        balance=BalanceConfig(kind=case.balance, coef=0.03, z_loss=0.02, force=case.force),
         precision=PrecisionConfig(name=case.precision),
         seed=0,
         sequence_length=length_of(case.batch),

@@ -30,7 +30,7 @@ def measure(case: Case, trace: Trace) -> Report:
         report |= one_step(case, runtime, backend, step, trace)
     limit = GRADIENT[case.precision]
     report |= {f"weights {n}": d / limit for n, d in distances(runtime, backend, trace.final)}
-    logits = backend.logits(blocks("dense", 0)[0].ids_BS)
+    logits = backend.logits(blocks("dense", 0)[0].ids_BS).cpu()
     report["logits"] = float((logits - trace.logits).norm() / trace.logits.norm()) / limit
     report["heldout"] = apart(heldout(case, runtime, backend), trace.heldout, SCALAR[case.precision])
     return report
@@ -40,7 +40,7 @@ def begin(case: Case, trace: Trace) -> tuple[Runtime, NativeBackend, Report]:
     """Build the backend and compare its initial weights, bitwise."""
     config = make_config(case)
     rank = dist.get_rank() if config.mesh.world > 1 else 0
-    runtime = join(config.mesh, rank, rank, torch.device("cpu"))
+    runtime = join(config.mesh, rank, rank, torch.device(case.device))
     backend = NativeBackend.build(config, runtime)
     report = {f"initial {n}": math.inf if d else 0.0 for n, d in distances(runtime, backend, trace.initial)}
     sharpen({n: view for n, e in backend.local_entries().items() for _, view in e.parts})
@@ -53,7 +53,7 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
     coordinates = runtime.mesh.data_ranks
     batch = step_batch(case.batch, step, runtime.data_coordinate, coordinates, case.block)
     mine = batch.target_tokens if runtime.counts_samples else 0
-    n_tokens = count_tokens(runtime, torch.tensor(mine))
+    n_tokens = count_tokens(runtime, torch.tensor(mine, device=runtime.device))
     sums = backend.forward_backward(batch, n_tokens)
     scalars = torch.stack([sums.loss.double(), sums.aux.double(), sums.z.double()])
     loss, aux, z = runtime.sum_world(scalars).tolist()
@@ -62,7 +62,7 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
         f"aux {step}": apart(aux, trace.aux[step], limit),
         f"z {step}": apart(z, trace.z[step], limit),
         f"counts {step}": 0.0
-        if torch.equal(runtime.sum_world(sums.counts.clone()), trace.counts[step])
+        if torch.equal(runtime.sum_world(sums.counts.clone()).cpu(), trace.counts[step])
         else math.inf,
     }
     norm = backend.norm_and_loss(sums.loss)[0]
@@ -79,7 +79,7 @@ def one_step(case: Case, runtime: Runtime, backend: NativeBackend, step: int, tr
         if parameter.grad is not None:
             local(parameter).sub_(LEARNING_RATE * local(parameter.grad))
         parameter.grad = None
-    backend.finish_step(torch.zeros(()))
+    backend.finish_step(torch.zeros((), device=runtime.device))
     return report
 
 
@@ -91,7 +91,7 @@ def count_tokens(runtime: Runtime, mine: Tensor) -> Tensor:
 def heldout(case: Case, runtime: Runtime, backend: NativeBackend) -> float:
     """Σ cross entropy of the first global batch over all ranks, by the backend's evaluation."""
     batch = step_batch(case.batch, 0, runtime.data_coordinate, runtime.mesh.data_ranks, case.block)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for micro_batch in batch.micro_batches:
         total += backend.evaluate(micro_batch).double()
     return float(runtime.sum_world(total))
@@ -136,7 +136,7 @@ def compare(entry: LocalEntry, reference: Tensor) -> tuple[float, int, int]:
     difference, bad, elements = 0.0, 0, 0
     for offsets, view in entry.parts:
         box = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
-        expected = reference[box]
+        expected, view = reference[box], view.cpu()
         difference += float((view.double() - expected.double()).square().sum())
         bad += int(((expected == 0) & (view != 0)).sum())
         elements += view.numel()

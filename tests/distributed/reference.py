@@ -7,7 +7,7 @@ again, over the whole global batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from src.trainer.data.batch import MicroBatch
 from src.trainer.parallel.init import BLOCK, draw
 from tests.distributed.batches import BLOCK as SIZE
 from tests.distributed.batches import blocks
+from tests.distributed.forced import choices
 
 LEARNING_RATE = 0.5
 STEPS = 3
@@ -76,11 +77,16 @@ class LoopDispatcher:
 class Recorder:
     """The balance hook as a witness: keeps what the router saw, changes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Callable[[int], Tensor | None] = lambda layer: None) -> None:
+        """`choices` says which experts the tokens of a layer are sent to, if not those of the router."""
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.choices = choices
 
     def at(self, layer: int) -> Recorded:
         return Recorded(self.seen, layer)
+
+    def forced(self, layer: int) -> Tensor | None:
+        return self.choices(layer)
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,6 @@ class Recorded:
 
     seen: dict[int, tuple[Tensor, Tensor, Tensor]]
     layer: int
-
-    def choose(self, ids_TK: Tensor) -> Tensor:
-        return ids_TK
 
     def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.seen[self.layer] = (logits_TE, scores_TE, ids_TK)
@@ -132,7 +135,7 @@ def one_step(
     zero = torch.zeros((), dtype=torch.float64)
     total, aux, z, counts, loss = 0.0, zero, zero, {}, 0.0
     for m in batch:
-        recorder = Recorder()
+        recorder = Recorder(choices(config, m))
         hidden = forward(config, model, m, recorder)
         logits = model.logits(hidden).flatten(0, 1)
         ce = torch.nn.functional.cross_entropy(
@@ -140,7 +143,8 @@ def one_step(
         )
         loss = loss + ce / n_tokens
         for layer, (logits_TE, scores_TE, ids_TK) in recorder.seen.items():
-            check_margin(config, scores_TE)
+            if config.balance.force == "none":
+                check_margin(config, scores_TE)
             units = auxiliary(config, m, logits_TE, scores_TE, ids_TK, lagged.get(layer), n_tokens)
             aux, z = aux + units[0], z + units[1]
             counts[layer] = counts.get(layer, 0) + units[2]

@@ -18,15 +18,15 @@ from torch import Tensor
 from src.models.decoder_layer import Router
 from src.models.layers import Experts, Linear
 from src.trainer.backends.native import NativeBackend
-from src.trainer.parallel.balance import LayerBalance
+from src.trainer.parallel.balance import BoundBalance
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime, join, start
 from tests.distributed import world
-from tests.distributed.batches import step_batch
+from tests.distributed.batches import BLOCK, LENGTH, step_batch
 from tests.distributed.configs import MESHES, Case, make_config
 from tests.distributed.laws import begin, measure, one_step, worst
 from tests.distributed.patches import wrapped
-from tests.distributed.reference import Recorded, train
+from tests.distributed.reference import Recorder, train
 
 COLLECTIVES = {
     "all_gather_into_tensor": "gather",
@@ -98,9 +98,9 @@ def test_collectives_of_a_step() -> None:
     assert two["pp2"] == {}
 
 
-def fixed_choice(hook: Any, ids_TK: Tensor) -> Tensor:
+def fixed_choice(hooks: Any, layer: int) -> Tensor:
     """Every token to the same three experts, all on the first ep rank."""
-    return torch.tensor([4, 1, 9], dtype=ids_TK.dtype).expand_as(ids_TK).contiguous()
+    return torch.tensor([4, 1, 9], dtype=torch.int32).expand(BLOCK * LENGTH, -1).contiguous()
 
 
 def idle_products(original: Any, experts: Experts, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ def idle_experts() -> tuple[str, float, int]:
     """Law 1 where most experts get no row, on a mesh where one rank gets none at all."""
     case = Case(next(m for m in MESHES[2] if m.spec == "ep2"), "1f1b", "dense", "fp64")
     with (
-        mock.patch.object(LayerBalance, "choose", fixed_choice),
-        mock.patch.object(Recorded, "choose", fixed_choice),
+        mock.patch.object(BoundBalance, "forced", fixed_choice),
+        mock.patch.object(Recorder, "forced", fixed_choice),
     ):
         trace = train(make_config(case), case.batch)
         with wrapped(Experts, "forward", idle_products):

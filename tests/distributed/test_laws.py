@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed import world
-from tests.distributed.configs import MESHES, MORE_CONTEXT, PRECISIONS, WIDE, Case, Key, make_config, matrix
+from tests.distributed.configs import (
+    MESHES,
+    MORE_CONTEXT,
+    PRECISIONS,
+    SHARED,
+    WIDE,
+    Case,
+    Key,
+    make_config,
+    matrix,
+)
 from tests.distributed.laws import measure_all
 from tests.distributed.mutations import MUTATIONS, measure_mutants
 from tests.distributed.reference import Trace, train
@@ -61,6 +71,20 @@ def test_context_parallel_meshes_equal_one_process() -> None:
     (traces,) = world.run(1, all_traces, [*MORE_CONTEXT[2], *MORE_CONTEXT[4]])
     for ranks, cases in MORE_CONTEXT.items():
         hold(ranks, cases, traces)
+
+
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [
+        pytest.param("cuda:0", SHARED, marks=pytest.mark.gpu),
+        pytest.param("cpu", SHARED[3::7], marks=pytest.mark.slow),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_ranks_that_share_a_device_equal_one_process(device: str, cases: list[Case]) -> None:
+    """Law 1 on one card: one rank by itself, and four over gloo, against the oracle on a CPU."""
+    (traces,) = world.run(1, all_traces, cases)
+    hold(4, [replace(case, device=device) for case in cases], traces)
 
 
 def hold(ranks: int, cases: list[Case], traces: Traces, timeout: float = 200) -> None:

@@ -139,7 +139,9 @@ def _python(arguments: list[str]) -> list[str]:
         return _train(rest)
     if script == "-m":
         module = " ".join(rest[:1])
-        return [] if (ROOT / f"{module.replace('.', '/')}.py").is_file() else [f"unknown module {module}"]
+        path = ROOT / module.replace(".", "/")
+        is_there = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+        return [] if is_there else [f"unknown module {module}"]
     return _script(ROOT / script, rest) if (ROOT / script).is_file() else [f"{script} does not exist"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ DEVICES = [
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
 CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
-CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "adamw": "triton"}
+CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "grad_norm": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
@@ -131,6 +132,58 @@ def test_eng_22_keys_in_blocks_need_what_takes_them() -> None:
     ) as error:
         choose(KernelsConfig(attention="sdpa_cpu"), cpu, dtype, DETERMINISM, needs)
     assert error.value.code == 3
+
+
+H200 = Device("cuda", "sm90")
+
+
+def names_of(device: Device, dtype: torch.dtype, name: str) -> dict[str, str]:
+    return {
+        operation: choice.name for operation, choice in choose_with(device, dtype, name=name).choices.items()
+    }
+
+
+def test_reg_4_library_takes_anothers_kernel_and_triton_ours() -> None:
+    library, ours = (names_of(H200, torch.bfloat16, name) for name in ("library", "triton"))
+    assert {o: n for o, n in library.items() if n != EAGER} == {
+        "attention": "sdpa_efficient",
+        "grouped_mm": "torch_grouped_mm_cuda",
+    }
+    made = {o for o, known in implementations().items() if "triton" in known}
+    assert {o for o, n in ours.items() if n == "triton"} == made
+    assert {n for o, n in ours.items() if o not in made} == {EAGER}
+
+
+def test_reg_4_triton_on_a_cpu_needs_the_interpreter_and_says_so() -> None:
+    with pytest.raises(UserError, match=r"kernels\.adamw.*TRITON_INTERPRET=1") as caught:
+        names_of(DEVICES[-1], torch.float32, "triton")
+    assert caught.value.code == 3
+    assert len(caught.value.problems) == sum("triton" in known for known in implementations().values())
+    interpreted = Device("cpu", "cpu", interprets=True)
+    assert names_of(interpreted, torch.float32, "triton")["swiglu"] == "triton"
+    with pytest.raises(UserError, match="takes float32 in Triton's interpreter, not bfloat16"):
+        names_of(interpreted, torch.bfloat16, "triton")
+
+
+def test_reg_1_every_operation_may_be_chosen_and_every_implementation_says_what_it_is() -> None:
+    chosen_by_name = {f.name for f in fields(KernelsConfig) if f.type == "str | None"}
+    assert chosen_by_name == set(OPERATIONS)
+    for known in implementations().values():
+        assert all(i.source in ("torch", "library", "triton") and i.saves for i in known.values())
+        assert all((i.source == "triton") == (i.name == "triton") for i in known.values())
+
+
+def test_reg_3_the_record_says_what_was_chosen_and_what_that_declares() -> None:
+    record = choose_with(H200, torch.bfloat16).record()
+    assert record["operations"]["swiglu"] == {
+        "choice": "triton",
+        "refused": {},
+        "deterministic": {"forward": True, "backward": True},
+        "saves": "gate_up",
+    }
+    assert record["operations"]["attention"]["deterministic"] == {"forward": True, "backward": False}
+    assert "sdpa_cpu" in record["operations"]["attention"]["refused"]
+    assert "triton" in record["packages"]
 
 
 def test_an_explicit_choice_wins_over_the_name() -> None:

@@ -129,9 +129,13 @@ def peer_entries(config: ModelConfig) -> dict[str, Entry]:
     return {name: CONVERSIONS[config.family].entry(entry) for name, entry in canonical(config).items()}
 
 
-def load_peer(config: ModelConfig, path: Path) -> Any:
-    """transformers' model from a checkpoint written by name; nothing missing, nothing unexpected."""
-    model, _ = make(config)
+def load_peer(config: ModelConfig, path: Path, drawn: torch.dtype = torch.float32) -> Any:
+    """transformers' model in fp32 from a checkpoint written by name; nothing missing, nothing unexpected.
+
+    The weights are those that our model has in the dtype `drawn`.
+    """
+    model, _ = make(config, drawn)
+    model.float()
     weights = by_canonical_name(config, {name: p.detach() for name, p in model.named_parameters()})
     if config.family == "gpt_oss":  # It reads and writes its stacks as it holds them.
         weights = stacked(config, weights)

@@ -226,7 +226,7 @@ class Hook:
     """A balance that forces the last experts and counts what it sees."""
 
     def __init__(self, forced: list[int] | None) -> None:
-        self.forced = forced
+        self.experts = forced
         self.layers: list[int] = []
         self.seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -234,10 +234,10 @@ class Hook:
         self.layers.append(layer)
         return self
 
-    def choose(self, ids_TK: Tensor) -> Tensor:
-        if self.forced is None:
-            return ids_TK
-        return torch.tensor(self.forced, dtype=ids_TK.dtype).expand_as(ids_TK).contiguous()
+    def forced(self, layer: int) -> Tensor | None:
+        if self.experts is None:
+            return None
+        return torch.tensor(self.experts, dtype=torch.int32).expand(2 * LENGTH, -1).contiguous()
 
     def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.seen.append((logits_TE, scores_TE, ids_TK, weights_TK))

@@ -18,18 +18,26 @@ from src.models.schema import ModelConfig
 CPU = torch.device("cpu")
 
 
-def operations(config: ModelConfig, dtype: torch.dtype = torch.float32, kernels: str = "eager") -> Ops:
-    """The operations that a run of this model would use on CPU."""
-    return resolve(KernelsConfig(name=kernels), CPU, dtype, DeterminismConfig(), needs(config))
+def operations(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    kernels: str = "eager",
+    device: torch.device = CPU,
+) -> Ops:
+    """The operations that a run of this model on packed samples would use."""
+    return resolve(KernelsConfig(name=kernels), device, dtype, DeterminismConfig(), needs(config))
 
 
 def make(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, kernels: str = "eager"
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    kernels: str = "eager",
+    device: str = "cpu",
 ) -> tuple[CausalLM[Any], LocalDispatcher]:
     """A whole model with weights N(0, 1/fan_in), gains and biases near their start, and its dispatcher."""
-    ops = operations(config, dtype, kernels)
-    model = build(config, whole(config), ops).to(dtype)
-    model.reset_buffers(CPU)
+    ops = operations(config, dtype, kernels, torch.device(device))
+    model = build(config, whole(config), ops).to(device, dtype)
+    model.reset_buffers(torch.device(device))
     generator = torch.Generator().manual_seed(7)
     specs = param_specs(model)
     with torch.no_grad():
@@ -43,11 +51,16 @@ def make(
 
 
 def batch(
-    length: int, samples: int = 2, documents: list[int] | None = None, balances: Balances | None = None
+    length: int,
+    samples: int = 2,
+    documents: list[int] | None = None,
+    balances: Balances | None = None,
+    device: str = "cpu",
 ) -> Batch:
     """Samples of `length` positions; `documents` are lengths that cut the flattened batch into segments."""
     if documents is None:
-        return Batch(torch.arange(length).expand(samples, length), None, None, None, balances)
+        positions = torch.arange(length, device=device).expand(samples, length)
+        return Batch(positions, None, None, None, balances)
     assert sum(documents) == samples * length
     starts = torch.tensor([0, *documents]).cumsum(0).int()
     ids = torch.repeat_interleave(torch.arange(len(documents), dtype=torch.int32), torch.tensor(documents))

@@ -50,6 +50,7 @@ def _restored() -> Iterator[None]:
     """`determinism=bitwise` is a switch of the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def exact(tmp_path: Path, steps: int, **changes: Any) -> Config:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from src.code_identity import CHECKOUT
 from src.config import (
     BackendConfig,
     BalanceConfig,
@@ -129,3 +133,31 @@ def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path, recompute: str) -
         finally:
             torch.cuda.set_sync_debug_mode("default")
     runtime.close()
+
+
+def losses_of(folder: Path, *overrides: str) -> list[float]:
+    """Of three steps of a command."""
+    words = ["data=synthetic", "data.ids=48", "model.num_layers=2", "sequence_length=32", "max_steps=3"]
+    words += ["evaluation=none", "run_name=run", f"paths.runs={folder}"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *words, *overrides], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("platform", ["cuda"])
+def test_a_launch_whose_ranks_share_a_card(tmp_path: Path, platform: str) -> None:
+    """`launcher.share_device`: two ranks over gloo train as one rank on a CPU does."""
+    plain = ["precision=fp32", "kernels=eager"]
+    both = ["mesh=ep2", "launcher.share_device=true", f"platform={platform}"]
+    shared = losses_of(tmp_path / "ep2", *plain, *both)
+    assert shared == pytest.approx(losses_of(tmp_path / "one", *plain, "platform=cpu"), rel=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cuda"])
+def test_det_1_two_bitwise_runs_have_the_same_losses(tmp_path: Path, platform: str) -> None:
+    """DET-1, DET-5, DET-6: in the dtypes, kernels and compiled layers that a run takes by default."""
+    words = ["determinism=bitwise", "debug.poison=true", f"platform={platform}"]
+    first, second = (losses_of(tmp_path / name, *words) for name in "ab")
+    assert first == second

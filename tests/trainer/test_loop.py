@@ -40,6 +40,7 @@ LOG_1 = {
         "samples_total",
         "skipped",
         "skip_reason",
+        "profiled",
         "step_time",
         "data_time",
         "tokens_per_s",

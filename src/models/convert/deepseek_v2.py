@@ -66,3 +66,8 @@ def hf_problems(config: DeepseekV2Config) -> list[Problem]:
         fix = f"model.hidden_size={(config.hidden_size // config.num_heads + 1) * config.num_heads}"
         problems.append(Problem("model.hidden_size", message, fix, "backend"))
     return problems
+
+
+def hf_chosen(config: DeepseekV2Config) -> dict[str, Any]:
+    """How transformers weighs the experts that a token visits."""
+    return {"renormalise": False, "scale": config.routed_scaling}

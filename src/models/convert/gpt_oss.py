@@ -64,3 +64,8 @@ def hf_entry(entry: Entry) -> Entry:
 def hf_problems(config: GptOssConfig) -> list[Problem]:
     """What transformers' `GptOssForCausalLM` cannot be: nothing that we can."""
     return []
+
+
+def hf_chosen(config: GptOssConfig) -> dict[str, Any]:
+    """How transformers weighs the experts that a token visits."""
+    return {"renormalise": False, "scale": 1.0, "scoring": "softmax_of_chosen"}

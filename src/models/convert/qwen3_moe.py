@@ -44,3 +44,8 @@ ROUTER = "mlp.gate"
 def hf_problems(config: Qwen3MoeConfig) -> list[Problem]:
     """What transformers' `Qwen3MoeForCausalLM` cannot be: nothing that we can."""
     return []
+
+
+def hf_chosen(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """How transformers weighs the experts that a token visits."""
+    return {"renormalise": config.norm_topk_prob, "scale": 1.0}

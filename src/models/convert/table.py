@@ -24,6 +24,8 @@ class Conversion:
     """Our config → what transformers' model cannot be."""
     router: str | None
     """Module within a decoder layer that returns router logits, weights and expert ids; None without any."""
+    chosen: Callable[..., dict[str, Any]] | None = None
+    """Our config → keywords of `kernels.route` by which weights follow from the experts that were chosen."""
     attention: str = "sdpa"
     """The implementation that `attn_implementation=auto` takes."""
 
@@ -34,18 +36,21 @@ CONVERSIONS: dict[str, Conversion] = {
         entry=hf_entry,
         problems=deepseek_v2.hf_problems,
         router=deepseek_v2.ROUTER,
+        chosen=deepseek_v2.hf_chosen,
     ),
     "qwen3_moe": Conversion(
         config=qwen3_moe.hf_config,
         entry=hf_entry,
         problems=qwen3_moe.hf_problems,
         router=qwen3_moe.ROUTER,
+        chosen=qwen3_moe.hf_chosen,
     ),
     "gpt_oss": Conversion(
         config=gpt_oss.hf_config,
         entry=gpt_oss.hf_entry,
         problems=gpt_oss.hf_problems,
         router=gpt_oss.ROUTER,
+        chosen=gpt_oss.hf_chosen,
         attention="eager",  # torch's takes no sinks.
     ),
     "dense": Conversion(

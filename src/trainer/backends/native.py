@@ -29,6 +29,7 @@ from src.trainer.parallel.balance import Balancer
 from src.trainer.parallel.bias import RouterBias
 from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
+from src.trainer.parallel.force import Force
 from src.trainer.parallel.init import initialise
 from src.trainer.parallel.inputs import model_batch, own_part, padded, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
@@ -79,8 +80,10 @@ class NativeBackend:
         experts, self._sums = config.model.num_experts, accumulate(precision.parameters)
         group = runtime.group("cp")
         self._ring = None if group is None else Ring(group)
+        forces = config.balance.force != "none"
+        force = Force(config, self.moe_layers, runtime.device) if forces else None
         self._balancer = Balancer(
-            config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring
+            config.balance, self.moe_layers, experts, runtime.device, self._sums, self._ring, force
         )
         self._bias: RouterBias | None = None
         if config.balance.kind == "bias":

@@ -5,7 +5,7 @@ Imported only when `backend=transformers` is chosen, and transformers itself onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from src.errors import Problem, UserError
 from src.kernels.dtypes import widen
 from src.kernels.registry import Ops
+from src.kernels.route import Routed, route
 from src.models import hf
 from src.models.convert.table import CONVERSIONS, Conversion
 from src.models.counts import moe_layers
@@ -54,11 +55,14 @@ class Peer(nn.Module):
         self.lm_head: Any = parts[1]
         for router in self._routers().values():
             router.register_forward_pre_hook(_widened)
+        self._forced: dict[int, Tensor | None] = {}
 
     def forward(
         self, ids_BS: Tensor, batch: Batch, dispatcher: Dispatcher, stage: Stage | None = None
     ) -> Tensor:
         """Ids int64 [B,S] → normed hidden [B,S,D]; the one stage, experts reached without the dispatcher."""
+        for index in self._forced:
+            self._forced[index] = None if batch.balances is None else batch.balances.forced(index)
         with self._watched(batch.balances if self.is_watched else None):
             out = self.model(
                 input_ids=ids_BS,
@@ -80,6 +84,15 @@ class Peer(nn.Module):
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """[B,S,D] → [B,S,V], fp32 at least."""
         return F.linear(widen(hidden_BSD), widen(self.lm_head.weight))
+
+    def force_choices(self) -> None:
+        """Take the experts from the batch's balances, not from the routers (`balance.force`)."""
+        chosen = conversion_of(self.config).chosen
+        assert chosen is not None, self.config.family
+        for index, router in self._routers().items():
+            self._forced[index] = None
+            rule = partial(route, **chosen(self.config), groups=1, groups_kept=1)
+            router.register_forward_hook(partial(_replaced, self._forced, index, rule))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -152,6 +165,23 @@ class Peer(nn.Module):
 def _widened(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A router's input in the dtype of its weight, which policies leave wide; not all cast it (MOD-4)."""
     return (inputs[0].to(cast(Tensor, module.weight).dtype), *inputs[1:])
+
+
+def _replaced(
+    forced: Mapping[int, Tensor | None],
+    index: int,
+    rule: Callable[..., Routed],
+    module: nn.Module,
+    inputs: Any,
+    output: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's output with the forced experts and the weights that its own logits give them."""
+    logits_TE, weights_TK, ids_TK = output
+    given_TK = forced[index]
+    if given_TK is None:
+        return output
+    routed = rule(logits_TE, ids_TK.shape[1], ids_TK=given_TK)
+    return logits_TE, routed.weights_TK.to(weights_TK.dtype), given_TK.to(ids_TK.dtype)
 
 
 def _balanced(

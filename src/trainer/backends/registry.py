@@ -46,7 +46,7 @@ BACKENDS: dict[str, Capabilities] = {
         recompute=("none", "stage", "full"),
         precision=("auto", "fp32", "fp64", "master", "split", "bf16"),
         balance=("sequence", "micro_batch", "global_batch_lagged", "bias", "none"),
-        force=("none",),
+        force=("none", "even", "uniform", "dirichlet"),
     ),
     "transformers": Capabilities(
         path="src.trainer.backends.transformers:TransformersBackend",
@@ -56,7 +56,7 @@ BACKENDS: dict[str, Capabilities] = {
         recompute=("none",),
         precision=("auto", "fp32", "master", "split", "bf16"),
         balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
-        force=("none",),
+        force=("none", "even", "uniform", "dirichlet"),
         reasons={
             "mesh.pp": "transformers' layers are not cut into stages",
             "mesh.cp": "transformers' attention wants the whole sequence",

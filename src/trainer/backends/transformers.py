@@ -108,6 +108,8 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     experts = choose_experts(wanted.experts_implementation, config.model, precision.compute)
     with torch.device("meta"):
         peer = Peer(config.model, ops, precision.compute, attention, experts)
+    if config.balance.force != "none":
+        peer.force_choices()
     sharded, specs = is_sharded(runtime), peer_specs(config, ops)
     if precision.is_split or not sharded:
         cast_for_compute(peer, specs, precision)

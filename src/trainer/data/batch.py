@@ -37,6 +37,8 @@ class MicroBatch:
     """Number of labels that are not -100."""
     samples: tuple[int, ...]
     """Indices of the samples in the packing plan, -1 for a filler (EVAL-1)."""
+    first: int = 0
+    """Place of the first sample in the order of training, which the others follow; 0 outside training."""
     whole: Whole | None = None
     """Counts of the samples' other positions too, where this holds a part of the positions; else None."""
 

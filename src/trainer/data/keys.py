@@ -171,6 +171,14 @@ _SYNTHETIC_RULES: tuple[Rule, ...] = (
         "EVAL-4",
     ),
     (lambda c: c.data.documents < 1, "data.documents", "must be at least 1", "data.documents=4096"),
+    (
+        lambda c: c.data.document_length is not None and c.data.document_length < 2,
+        *("data.document_length", "must be at least 2, or null", "data.document_length=1024"),
+    ),
+    (
+        lambda c: c.data.document_length is not None and c.data.rule in ("copy", "rules"),
+        *("data.document_length", "copy and rules are about whole samples", "data.rule=uniform, or null"),
+    ),
 )
 
 _TEXT_RULES: tuple[Rule, ...] = (

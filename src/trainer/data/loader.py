@@ -85,8 +85,9 @@ class Loader:
         first = step * config.global_batch_size
         micro_batches = []
         for m in range(config.global_batch_size // (size * coordinates)):
-            places = (self._order.at(first + slot) for slot in slots(m, self._coordinate, coordinates, size))
-            micro_batches.append(self._data.train.micro_batch([place.sample for place in places]))
+            mine = [first + slot for slot in slots(m, self._coordinate, coordinates, size)]
+            micro_batch = self._data.train.micro_batch([self._order.at(place).sample for place in mine])
+            micro_batches.append(dataclasses.replace(micro_batch, first=mine[0]))
         pinned = map(_pinned, micro_batches) if self._pins else micro_batches
         return StepBatch(tuple(pinned), epoch=self._order.at(first).epoch)
 

@@ -43,7 +43,8 @@ class SyntheticSource:
     """The documents of one side.
 
     `uniform`, `copy` and `rules` make documents of `sequence_length` tokens, so samples are dense; `zipf` and
-    `repeat` make them of a quarter to twice that, so samples are packed and documents are cut.
+    `repeat` make them of a quarter to twice that, so samples are packed and documents are cut. With
+    `data.document_length` L the lengths are uniform from 2 to 2·L - 2, whose mean is L.
     """
 
     def __init__(self, config: Config, side: str) -> None:
@@ -85,9 +86,11 @@ class SyntheticSource:
     def _draw_lengths(self) -> Ids:
         data, positions = self._config.data, self._config.sequence_length
         count = data.documents if self._side == "train" else -(-data.documents // HELDOUT_SHARE)
-        if data.rule not in PACKED_RULES:
+        if not _varies(self._config):
             return np.full(count, positions, np.int64)
         random = generator(self._config, "split", "lengths", self._side)
+        if data.document_length is not None:
+            return random.integers(2, 2 * data.document_length - 1, count)
         return random.integers(max(2, positions // 4), 2 * positions, count)
 
     def _uniform(self, random: np.random.Generator, length: int) -> Ids:
@@ -120,8 +123,13 @@ def is_dense(config: Config) -> bool:
 
     Only such a run may take kernels that cannot. A held-out side may end in samples of pads, which are none.
     """
-    synthetic = config.data.kind == "synthetic" and config.data.rule not in PACKED_RULES
+    synthetic = config.data.kind == "synthetic" and not _varies(config)
     return synthetic and config.evaluation.name == "none"
+
+
+def _varies(config: Config) -> bool:
+    """Whether synthetic documents have many lengths."""
+    return config.data.rule in PACKED_RULES or config.data.document_length is not None
 
 
 def rule_table(config: Config) -> Ids:

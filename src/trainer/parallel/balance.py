@@ -18,6 +18,7 @@ from torch.autograd import Function
 from src.config import BalanceConfig
 from src.trainer.data.batch import MicroBatch
 from src.trainer.parallel.context import Ring
+from src.trainer.parallel.force import Force, token_numbers
 from src.trainer.parallel.inputs import whole_labels, whole_tokens
 
 AUXILIARY = ("sequence", "micro_batch", "global_batch_lagged")
@@ -48,9 +49,10 @@ class Balancer:
         device: torch.device,
         dtype: torch.dtype,
         ring: Ring | None = None,
+        force: Force | None = None,
     ) -> None:
-        """`ring` holds the ranks that share samples."""
-        self._config, self._ring = config, ring
+        """`ring` holds the ranks that share samples; `force` chooses in the routers' place."""
+        self._config, self._ring, self._force = config, ring, force
         self._row = {layer: row for row, layer in enumerate(moe_layers)}
         self._dtype, self._device, self._experts = dtype, device, experts
         self.lagged_ME = torch.full(
@@ -68,7 +70,8 @@ class Balancer:
 
     def bind(self, batch: MicroBatch, n_tokens: Tensor) -> BoundBalance:
         """The hooks for one micro-batch; `n_tokens` is the number of labels of the global batch."""
-        return BoundBalance(self, Unit(batch, n_tokens, self._dtype))
+        numbers_T = None if self._force is None else token_numbers(batch, self._ring)
+        return BoundBalance(self, Unit(batch, n_tokens, self._dtype), self._force, numbers_T)
 
     def at(self, layer: int, unit: Unit) -> LayerBalance:
         """The hook of one layer for one micro-batch."""
@@ -88,10 +91,20 @@ class BoundBalance:
 
     balancer: Balancer
     unit: Unit
+    force: Force | None
+    numbers_T: Tensor | None
+    """Number of each token in the whole training, for `force`."""
 
     def at(self, layer: int) -> LayerBalance:
         """The hook of the layer with this global index."""
         return self.balancer.at(layer, self.unit)
+
+    def forced(self, layer: int) -> Tensor | None:
+        """The experts that `balance.force` gives the tokens of this layer."""
+        if self.force is None:
+            return None
+        assert self.numbers_T is not None
+        return self.force.ids(layer, self.numbers_T)
 
 
 @dataclass(frozen=True)
@@ -111,10 +124,6 @@ class LayerBalance:
         """The same hook, whose counts nobody reads."""
         unread = Tally(*(torch.zeros_like(t) for t in (self.tally.aux, self.tally.z, self.tally.counts_ME)))
         return replace(self, tally=unread)
-
-    def choose(self, ids_TK: Tensor) -> Tensor:
-        """The experts that the router chose; forced choices are refused at composition."""
-        return ids_TK
 
     def apply(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """`weights_TK`, whose backward also feeds gradient 1 to the layer's auxiliary term."""
