@@ -272,6 +272,11 @@ def test_allowed_keys() -> None:
     allowed, refused = differences({"data.unit": 0}, {"data.unit": 1, "data.allow_change": True})
     assert refused == []
     assert "seed" not in MAY_DIFFER
+    moment = {"precision.first_moment": "auto"}
+    for old, new, fits in (("master", "split", True), ("split", "master", True), ("fp32", "split", False)):
+        allowed, refused = differences({"precision.name": old} | moment, {"precision.name": new})
+        assert [d.key for d in allowed + refused] == sorted(["precision.name", *moment])
+        assert (refused == []) == fits
 
 
 def test_unreadable_status_is_unknown(make: Make) -> None:
