@@ -297,7 +297,9 @@ def _precision(config: Config) -> Iterator[Problem]:
         fix = f"optimizer=adamw or {key}=auto"
         yield Problem(key, f"bf16, but optimizer={kind} keeps no first moment of AdamW", fix, "OP-4")
     if config.optimizer.betas and config.optimizer.betas[0] > MAX_BETA:
-        message = f"bf16, but with betas[0]={config.optimizer.betas[0]} a step's share of it is lost in rounding"
+        message = (
+            f"bf16, but with betas[0]={config.optimizer.betas[0]} a step's share of it is lost in rounding"
+        )
         yield Problem(key, message, f"optimizer.betas[0] up to {MAX_BETA}, or {key}=auto", "OP-4")
 
 

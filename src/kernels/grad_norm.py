@@ -25,7 +25,7 @@ def triton_square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     A table of addresses goes to the device, so that a hundred tensors are not a hundred launches, most of
     them of a few microseconds. Sums are fp32.
     """
-    from src.kernels.fused.grad_norm import chunks_kernel, sum_kernel
+    from src.kernels.fused.grad_norm import grad_norm_chunks_kernel, grad_norm_total_kernel
 
     groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for tensor in (t.contiguous() for t in tensors if t.numel()):
@@ -35,12 +35,12 @@ def triton_square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     sums, total = torch.empty(sum(counts), device=device), torch.empty((), device=device)
     at = 0
     for (key, group), count in zip(groups.items(), counts, strict=True):
-        chunks_kernel[(count,)](
+        grad_norm_chunks_kernel[(count,)](
             _table(group), group[0], sums[at:], TENSORS=_size(len(group)), ALIGNED=key[1], CHUNK=CHUNK,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         at += count
-    sum_kernel[(1,)](sums, total, COUNT=at, BLOCK=BLOCK, num_warps=8)
+    grad_norm_total_kernel[(1,)](sums, total, COUNT=at, BLOCK=BLOCK, num_warps=8)
     return total.to(dtype)
 
 

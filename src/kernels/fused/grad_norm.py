@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def chunks_kernel(
+def grad_norm_chunks_kernel(
     table_ptr, like_ptr, sums_ptr, TENSORS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def chunks_kernel(
 
 
 @triton.jit
-def sum_kernel(sums_ptr, out_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def grad_norm_total_kernel(sums_ptr, out_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of `COUNT` numbers, by one program."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, COUNT, BLOCK):
