@@ -57,6 +57,7 @@ class Ops:
     linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
+    grad_norm: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
@@ -92,6 +93,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
+        "grad_norm": ("triton",),
         "adamw": ("triton",),
     },
 }
@@ -122,6 +124,7 @@ def choose(
     """As `resolve`, for a device that need not exist."""
     bitwise = determinism.name == "bitwise"
     problems: list[Problem] = []
+    without: dict[str, list[str]] = {}
     functions: dict[str, Callable[..., Any]] = {}
     choices: dict[str, Choice] = {}
     for operation, known in implementations().items():
@@ -134,10 +137,11 @@ def choose(
         order = (wanted,) if wanted is not None else _order(kernels.name, device, operation, known)
         name = next((name for name in order if lacks[name] is None), None)
         if name is None:  # Only of kernels=triton, which leaves nothing in Triton to the reference.
-            problems.append(_unavailable(operation, order[0], lacks))
+            without.setdefault(f"{order[0]} {lacks[order[0]]}", []).append(operation)
             continue
         refused = {other: why for other, why in lacks.items() if why is not None}
         functions[operation], choices[operation] = known[name].function, Choice(name, refused, known[name])
+    problems += [_unavailable_here(why, operations) for why, operations in without.items()]
     if problems:
         raise UserError(problems, code=3)
     return Ops(**functions, device=device, choices=choices)
@@ -195,3 +199,9 @@ def _unavailable(operation: str, wanted: str, lacks: Mapping[str, str | None]) -
     available = ", ".join(name for name, why in lacks.items() if why is None)
     why = f"{wanted} {lacks[wanted]}" if wanted in lacks else f"there is no implementation {wanted!r}"
     return Problem(f"kernels.{operation}", why, f"available: {available}", "REG-2")
+
+
+def _unavailable_here(why: str, operations: list[str]) -> Problem:
+    """One problem for all operations that `kernels=triton` cannot give for the same reason."""
+    words = " ".join(f"kernels.{operation}=eager" for operation in operations)
+    return Problem("kernels", f"{why}: {', '.join(operations)}", f"kernels=auto, or {words}", "REG-2")

@@ -34,6 +34,7 @@ from src.trainer.health import Health, refusal
 from src.trainer.kernels_record import write_kernels
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
+from src.trainer.parallel.precision import precision_of
 from src.trainer.repairs import repair
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
@@ -115,8 +116,9 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
     backend = backend_class(config.backend.name).build(config, runtime)
     optimizer = Optimizer(
-        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
-    )
+        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
+        backend.remainders, precision_of(config, runtime.device).first_moment,
+    )  # fmt: skip
     repairs = repair(config, directory, runtime.rank, backend.ops)
     write_kernels(directory, runtime, backend.ops_record() | repairs.record)
     health = Health(config, runtime.device)

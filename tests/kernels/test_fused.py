@@ -31,6 +31,46 @@ for n, clip, skip, steps in ((1, 0.5, 0.0, 0.0), (2500, None, 0.0, 3.0), (2500, 
     assert skip == 0.0 or all(torch.equal(a, b) for a, b in zip(ours[2:], t[2:]))
 """
 
+HALVES = """
+from src.kernels.adamw import Adam, adamw, triton_adamw
+from src.kernels.halves import join, split
+from tests.kernels.test_halves import numbers
+torch.manual_seed(0)
+x = numbers()[:, ::331].flatten()
+nothing = Adam(0.0, (0.9, 0.95), 1e-8, torch.tensor(0.0), None, torch.tensor(0.0))
+high, low = split(x)
+triton_adamw(high, *(torch.ones_like(x) for _ in range(3)), None, 0.3, nothing, low)
+assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip((high, low), split(x)))
+for dtype, skip in ((torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 1.0)):
+    t = [torch.randn(2500), torch.randn(2500), torch.randn(2500).to(dtype), torch.rand(2500)]
+    adam = Adam(0.1, (0.9, 0.999), 1e-8, torch.tensor(3.0), torch.tensor(0.25), torch.tensor(skip))
+    whole, halves, theirs = ([y.clone() for y in t] for _ in range(3))
+    triton_adamw(*whole, None, 0.3, adam)
+    for f, (p, *rest) in ((triton_adamw, halves), (adamw, theirs)):
+        high, low = split(p)
+        f(high, *rest, None, 0.3, adam, low)
+        p.copy_(join(high, low))
+    assert all(torch.equal(a, b) for a, b in zip(whole, halves))
+    assert torch.equal(halves[0], t[0]) == bool(skip)
+    torch.testing.assert_close(halves[0], theirs[0], rtol=2e-6, atol=1e-7)
+    rtol = 2e-6 if dtype == torch.float32 else 2**-7  # The interpreter's casts to bf16 cut off.
+    torch.testing.assert_close(halves[2], theirs[2], rtol=rtol, atol=1e-7)
+"""
+
+GRAD_NORM = """
+from src.kernels import grad_norm as op
+op.CHUNK, op.BLOCK = 64, 16
+torch.manual_seed(0)
+for sizes in ((0,), (1,), (1, 0, 37), (64, 65, 130, 5), (160, 16, 33, 64, 48)):
+    tensors = [torch.randn(n + 1)[1:] if n % 2 else torch.randn(n) for n in sizes]
+    tensors += [torch.randn(7, 5).half().T, torch.randn(80).half()] if len(sizes) > 1 else []
+    found = op.triton_square_sum(tensors, torch.float32)
+    assert torch.equal(found, op.triton_square_sum(tensors, torch.float32)), sizes
+    want = sum(t.double().square().sum() for t in tensors)
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=0)
+assert op.triton_square_sum([torch.ones(3), torch.full((99,), torch.nan)], torch.float32).isnan()
+"""
+
 CROSS_ENTROPY = """
 from src.kernels import linear_cross_entropy as op
 op.FUSED_ROWS, op.FUSED_BLOCK = 4, 16
@@ -146,6 +186,8 @@ for N, F in ((0, 8), (3, 16), (5, 37)):
 
 CODES = {
     "adamw": ADAMW,
+    "halves": HALVES,
+    "grad_norm": GRAD_NORM,
     "linear_cross_entropy": CROSS_ENTROPY,
     "tail": TAIL,
     "latent_heads": LATENT_HEADS,

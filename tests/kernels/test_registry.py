@@ -28,7 +28,7 @@ H200 = Device("cuda", "sm90")
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
 CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
-CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "adamw": "triton"}
+CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "grad_norm": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
@@ -222,10 +222,15 @@ def test_reg_4_library_takes_anothers_kernel_and_triton_ours() -> None:
 
 
 def test_reg_4_triton_on_a_cpu_needs_the_interpreter_and_says_so() -> None:
-    with pytest.raises(UserError, match=r"kernels\.adamw.*TRITON_INTERPRET=1") as caught:
+    with pytest.raises(UserError, match=r"kernels: triton .*TRITON_INTERPRET=1 asks for: .*adamw") as caught:
         names_of(DEVICES[-1], torch.float32, "triton")
     assert caught.value.code == 3
-    assert len(caught.value.problems) == sum("triton" in known for known in implementations().values())
+    (problem,) = caught.value.problems
+    ours = [operation for operation, known in implementations().items() if "triton" in known]
+    assert problem.message.endswith(", ".join(ours))
+    typed = dict(word.removeprefix("kernels.").split("=") for word in problem.fix.split() if "eager" in word)
+    assert list(typed) == ours
+    assert choose_with(DEVICES[-1], name="triton", **typed).choices["adamw"].name == EAGER
     interpreted = Device("cpu", "cpu", interprets=True)
     assert names_of(interpreted, torch.float32, "triton")["swiglu"] == "triton"
     with pytest.raises(UserError, match="takes float32 in Triton's interpreter, not bfloat16"):
