@@ -50,7 +50,7 @@ SHAPES = {
     "deepseek_v2": Shape(64, 6, 1408),
     "qwen3": Shape(128, 8, 768),
     "gpt_oss": Shape(32, 4, 2880, width=2880, is_whole=False),
-    "tiny": Shape(5, 2, 12, width=24, tokens=38),
+    "tiny": Shape(5, 2, 16, width=24, tokens=38),
 }
 
 
