@@ -147,13 +147,13 @@ def read_current(path: Path) -> list[dict[str, Any]]:
     return [upgraded(line, after) for line, after in pairs if line["schema"] in READABLE]
 
 
-def append(path: Path, lines: list[dict[str, Any]]) -> None:
+def append(path: Path, lines: list[dict[str, Any]], fields: Mapping[str, Any] = FIELDS) -> None:
     """Add results after the ones that are there.
 
     Raises:
-        ValueError: a line is not what `FIELDS` says.
+        ValueError: a line is not what `fields` says.
     """
-    wrong = [problem for line in lines for problem in problems(line)]
+    wrong = [problem for line in lines for problem in problems(line, fields)]
     if wrong:
         raise ValueError("; ".join(wrong))
     path.parent.mkdir(parents=True, exist_ok=True)

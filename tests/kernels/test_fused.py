@@ -184,25 +184,6 @@ for N, F in ((0, 8), (3, 16), (5, 37)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 """
 
-OPCHECK = """
-from src.kernels import latent_heads, rotary_heads, swiglu
-torch.manual_seed(0)
-ops, tests = torch.ops.manyhead, ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-cos, sin, turn = torch.randn(2, 3, 3), torch.randn(2, 3, 3), torch.randn(2, 3, 6)
-q, kv, k = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 12), torch.randn(2, 3, 14)[..., 8:]
-dq, dk, dv = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 7)
-for op, arguments in (
-    (ops.swiglu, (torch.randn(5, 16),)),
-    (ops.swiglu_backward, (torch.randn(5, 16), torch.randn(5, 8))),
-    (ops.rotary_heads, (kv, torch.randn(12), turn, turn, 1e-6)),
-    (ops.rotary_heads_backward, (kv, kv + 1, torch.randn(12), turn, turn, 1e-6)),
-    (ops.latent_heads, (q, kv, k, cos, sin)),
-    (ops.latent_heads_backward, (dq, dk, dv, cos, sin)),
-):
-    torch.library.opcheck(op.default, arguments, test_utils=tests)
-"""
-"""CMP-1: what a compiler is told of the shapes is what comes out."""
-
 CODES = {
     "adamw": ADAMW,
     "halves": HALVES,
@@ -214,7 +195,6 @@ CODES = {
     "accumulate": ACCUMULATE,
     "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
-    "opcheck": OPCHECK,
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from src.config import Config
@@ -41,6 +42,11 @@ class Backend(Protocol):
         Raises:
             UserError: a kernel or a package that the config names is not available here (3).
         """
+        ...
+
+    @classmethod
+    def choose_ops(cls, config: Config, device: torch.device) -> Ops:
+        """The implementation of each operation, as `build` takes them; `UserError` (3) as there."""
         ...
 
     @property

@@ -109,18 +109,29 @@ class NativeBackend:
         Raises:
             UserError: a kernel that the config names is not available here (3).
         """
-        precision, wanted = precision_of(config, runtime.device), needs(config.model)
-        if config.mesh.cp > 1:
-            wanted["attention"] = wanted["attention"].plus("context_parallel")
-        if is_dense(config):
-            wanted = {name: need.without("packed") for name, need in wanted.items()}
-        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
+        precision = precision_of(config, runtime.device)
+        ops = cls.choose_ops(config, runtime.device)
         deferral = Deferral()
         asking = deferral.ops(ops) if layout.defers(config) else ops
         model = materialise(config, runtime, asking, precision)
         backend = cls(config, runtime, model, ops, precision, deferral)
         initialise(config, backend.local_entries(), backend.specs)
         return backend
+
+    @classmethod
+    def choose_ops(cls, config: Config, device: torch.device) -> Ops:
+        """The implementation of each operation for the model of a config.
+
+        Raises:
+            UserError: a kernel that the config names is not available on the device (3).
+        """
+        wanted = needs(config.model)
+        if config.mesh.cp > 1:
+            wanted["attention"] = wanted["attention"].plus("context_parallel")
+        if is_dense(config):
+            wanted = {name: need.without("packed") for name, need in wanted.items()}
+        compute = precision_of(config, device).compute
+        return resolve(config.kernels, device, compute, config.determinism, wanted)
 
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
         """All micro-batches of a step; leaves the reduced gradients in `.grad` of `parameters`.
