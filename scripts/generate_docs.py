@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RESULTS = "benchmarks/bench_model.jsonl"
 NOTHING = "Nothing has been recorded yet."
-SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
+SCHEMA = tuple(ROOT / "src" / name for name in ("config.py", "config_compute.py", "models/schema.py"))
 
 
 def main() -> int:

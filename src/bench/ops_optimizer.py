@@ -32,14 +32,12 @@ def subjects(name: str, where: Place) -> Sequence[Subject]:
     shapes = SHAPES[name]
     count = sum(map(prod, shapes))
     narrow = where.dtype.itemsize
-    norm = Side(("grad_norm", "eager"), _norm, _bytes(narrow * count))
-    make = partial(_gradients, shapes, where)
     return [
         _update(name, "master", torch.float32, where),
         _update(name, "plain", where.dtype, where),
         _sums(name, "first", partial(_gradients, shapes, where), (4 + narrow) * count, where),
         _sums(name, "later", partial(_with_totals, shapes, where), (8 + narrow) * count, where),
-        Subject(name, {"parameters": count, "tensors": len(shapes)}, make, [norm], norm.key),
+        _norm(name, narrow * count, where),
     ]
 
 
@@ -112,10 +110,20 @@ def _add(function: Callable[..., Any], inputs: Inputs) -> None:
         function(total, part, torch.float32)
 
 
-def _norm(inputs: Inputs) -> Tensor:
-    """As the step computes it on one rank: a norm of each tensor, then one of them."""
-    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in inputs["g"]])
-    return norms.square().sum().sqrt()
+def _norm(name: str, moved: int, where: Place) -> Subject:
+    functions, missing = where.split("grad_norm")
+    sides = [
+        Side(("grad_norm", key), partial(_square, function), _bytes(moved))
+        for key, function in functions.items()
+    ]
+    sizes = {"parameters": sum(map(prod, SHAPES[name])), "tensors": len(SHAPES[name])}
+    make = partial(_gradients, SHAPES[name], where)
+    return Subject(name, sizes, make, sides, ("grad_norm", "eager"), missing)
+
+
+def _square(function: Callable[..., Any], inputs: Inputs) -> Tensor:
+    total: Tensor = function(inputs["g"], torch.float32)
+    return total
 
 
 CASES = {name: partial(subjects, name) for name in SHAPES}
