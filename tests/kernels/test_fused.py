@@ -173,15 +173,18 @@ SWIGLU = """
 from src.kernels import swiglu as op
 op.BLOCK = 16
 torch.manual_seed(0)
-for N, F in ((0, 8), (3, 16), (5, 37)):
+clamped = {"limit": 1.5, "alpha": 1.702}
+for N, F, kind in ((0, 8, {}), (3, 16, {}), (5, 37, {}), (0, 8, clamped), (5, 37, clamped)):
     x, up = torch.randn(N, 2 * F).mul_(3), torch.randn(N, F)
+    x.view(-1)[: 3 * N] = torch.tensor([1.5, -1.5, 1.6]).repeat(N)
     found = []
     for f in (op.triton_swiglu, op.swiglu):
         leaf = x.clone().requires_grad_()
-        out = f(leaf)
+        out = f(leaf, **kind)
         found.append((out, *torch.autograd.grad(out, leaf, up)))
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+assert op.triton_swiglu(torch.full((1, 4), torch.nan), **clamped).isnan().all()
 """
 
 CODES = {
