@@ -86,6 +86,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
         "local_experts": ("quack",),
+        "expert_bias": ("triton",),
         "rope": ("real",),
         "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),

@@ -109,12 +109,13 @@ def grouped_mm(draw: Draw) -> Iterator[Example]:
 
 
 def expert_bias(draw: Draw) -> Iterator[Example]:
-    for load in ("uneven", "tail"):
+    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 130, 1, 0)}).items():
+        experts, rows = len(counts), max(9, sum(counts) + 2) if sum(counts) else 0
         yield Example(
             load,
-            [draw.normal(9, 7), draw.normal(3, 7)],
+            [draw.normal(rows, 7), draw.normal(experts, 7)],
             lambda function, rows, bias, offs: function(rows, bias, offs),
-            [draw.ends(*LOADS[load])],
+            [draw.ends(*counts)],
         )
 
 

@@ -187,6 +187,14 @@ for N, F, kind in ((0, 8, {}), (3, 16, {}), (5, 37, {}), (0, 8, clamped), (5, 37
 assert op.triton_swiglu(torch.full((1, 4), torch.nan), **clamped).isnan().all()
 """
 
+EXPERT_BIAS = """
+from src.kernels import expert_bias as op
+from tests.kernels.test_expert_bias import LOADS, check
+op.BLOCK, op.ROWS, op.COLUMNS, op.TILES = 4, 8, 4, 2
+for counts in (*LOADS.values(), [70, 0, 3, 0, 0, 13, 1, 0], [0, 0, 24, 0], [8, 8, 0, 8, 1]):
+    check(op.triton_expert_bias, counts, torch.float32)
+"""
+
 CODES = {
     "adamw": ADAMW,
     "halves": HALVES,
@@ -198,6 +206,7 @@ CODES = {
     "accumulate": ACCUMULATE,
     "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
+    "expert_bias": EXPERT_BIAS,
 }
 
 
