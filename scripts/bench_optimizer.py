@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from src.bench.op_script import run
-from src.bench.ops_optimizer import CASES
+from src.bench.op_script import Cases, run
+from src.bench.ops_optimizer import SHAPES, subjects
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and append; 1 if something failed, the code of a UserError, else 0."""
-    return run("optimizer", __doc__ or "", CASES, argv)
+    return run("optimizer", __doc__ or "", Cases(SHAPES, subjects), argv)
 
 
 if __name__ == "__main__":

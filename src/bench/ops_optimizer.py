@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.bench.op import FORWARD, Cost, Inputs, Side, Subject
+from src.bench.op import FORWARD, Cost, Side, Subject
 from src.bench.place import Place
+from src.bench.stopwatch import Inputs
 from src.kernels.adamw import Adam
+from src.kernels.declaration import EAGER
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -27,50 +29,59 @@ SHAPES: dict[str, Shapes] = {
 """Parameters that are updated one by one."""
 
 
-def subjects(name: str, where: Place) -> Sequence[Subject]:
-    """Sums, norm, and the update in both layouts of states, each against plain torch."""
-    shapes = SHAPES[name]
+def subjects(name: str, shapes: Shapes, where: Place) -> Sequence[Subject]:
+    """The update in both layouts of states, sums over micro-batches, the norm; each against plain torch."""
     count = sum(map(prod, shapes))
     narrow = where.dtype.itemsize
-    norm = Side(("grad_norm", "eager"), _norm, _bytes(narrow * count))
-    make = partial(_gradients, shapes, where)
+    gradients, totals = partial(_gradients, shapes, where), partial(_with_totals, shapes, where)
     return [
-        _update(name, "master", torch.float32, where),
-        _update(name, "plain", where.dtype, where),
-        _sums(name, "first", partial(_gradients, shapes, where), (4 + narrow) * count, where),
-        _sums(name, "later", partial(_with_totals, shapes, where), (8 + narrow) * count, where),
-        Subject(name, {"parameters": count, "tensors": len(shapes)}, make, [norm], norm.key),
+        _update(f"{name} master", shapes, torch.float32, where),
+        _update(f"{name} plain", shapes, where.dtype, where),
+        _over("accumulate", f"{name} first", shapes, gradients, _add, (4 + narrow) * count, where),
+        _over("accumulate", f"{name} later", shapes, totals, _add, (8 + narrow) * count, where),
+        _norms(name, shapes, where),
     ]
 
 
-def _update(name: str, states: str, dtype: torch.dtype, where: Place) -> Subject:
-    shapes = SHAPES[name]
-    functions, missing = where.split("adamw")
-    cost = _bytes(update_bytes(sum(map(prod, shapes)), dtype, where.dtype))
-    sides = [Side(("adamw", key), partial(_step, function), cost) for key, function in functions.items()]
-    sizes = {"parameters": sum(map(prod, shapes)), "tensors": len(shapes), "states": states}
-    make = partial(_states, shapes, dtype, where)
-    return Subject(f"{name} {states}", sizes, make, sides, ("adamw", "eager"), missing)
+def _update(case: str, shapes: Shapes, dtype: torch.dtype, where: Place) -> Subject:
+    moved = update_bytes(sum(map(prod, shapes)), dtype, where.dtype)
+    return _over("adamw", case, shapes, partial(_states, shapes, dtype, where), _step, moved, where)
+
+
+def _over(
+    operation: str,
+    case: str,
+    shapes: Shapes,
+    make: Callable[[], Inputs],
+    call: Callable[..., Any],
+    moved: int,
+    where: Place,
+) -> Subject:
+    """Every implementation of an operation on all parameters."""
+    there, missing = where.split(operation)
+    auto, cost = where.auto(operation), {FORWARD: Cost(bytes=moved)}
+    sides = [
+        Side((operation, key), partial(call, known.function), cost, is_auto=key == auto)
+        for key, known in there.items()
+    ]
+    return Subject(case, _sizes(shapes), make, sides, (operation, EAGER), missing)
+
+
+def _norms(case: str, shapes: Shapes, where: Place) -> Subject:
+    count = sum(map(prod, shapes))
+    cost, key = {FORWARD: Cost(bytes=where.dtype.itemsize * count)}, ("grad_norm", EAGER)
+    sides = [Side(key, _norm, cost, is_auto=True)]
+    return Subject(case, _sizes(shapes), partial(_gradients, shapes, where), sides, key)
+
+
+def _sizes(shapes: Shapes) -> dict[str, int]:
+    return {"parameters": sum(map(prod, shapes)), "tensors": len(shapes)}
 
 
 def update_bytes(parameters: int, states: torch.dtype, compute: torch.dtype) -> int:
     """Parameter and both moments read and written, the gradient read, a narrower copy written if apart."""
     apart = compute.itemsize if states != compute else 0
     return parameters * (6 * states.itemsize + compute.itemsize + apart)
-
-
-def _sums(name: str, which: str, make: Callable[[], Inputs], moved: int, where: Place) -> Subject:
-    functions, missing = where.split("accumulate")
-    sides = [
-        Side(("accumulate", key), partial(_add, function), _bytes(moved))
-        for key, function in functions.items()
-    ]
-    sizes = {"parameters": sum(map(prod, SHAPES[name])), "tensors": len(SHAPES[name]), "which": which}
-    return Subject(f"{name} {which}", sizes, make, sides, ("accumulate", "eager"), missing)
-
-
-def _bytes(moved: int) -> dict[str, Cost]:
-    return {FORWARD: Cost(bytes=moved)}
 
 
 def _gradients(shapes: Shapes, where: Place) -> Inputs:
@@ -116,6 +127,3 @@ def _norm(inputs: Inputs) -> Tensor:
     """As the step computes it on one rank: a norm of each tensor, then one of them."""
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in inputs["g"]])
     return norms.square().sum().sqrt()
-
-
-CASES = {name: partial(subjects, name) for name in SHAPES}
