@@ -62,7 +62,7 @@ SHAPES = {
     "deepseek_v2": Shape("deepseek_v2", 64, 6, 1408),
     "qwen3": Shape("qwen3_moe", 128, 8, 768),
     "gpt_oss": Shape("gpt_oss", 32, 4, 2880, width=2880),
-    "tiny": Shape("qwen3_moe", 5, 2, 12, width=24, tokens=38),
+    "tiny": Shape("qwen3_moe", 5, 2, 16, width=24, tokens=38),
     "tiny_biased": Shape("gpt_oss", 6, 3, 8, width=16, tokens=21),
 }
 

@@ -16,7 +16,7 @@ from src.bench.ops_rows import expert_rows, routing
 from src.bench.place import Key, Place
 from src.bench.stopwatch import Inputs
 from src.config import KernelsConfig
-from src.kernels.declaration import EAGER
+from src.kernels.declaration import EAGER, Implementation
 from src.kernels.registry import Ops
 from src.models.build import build, param_specs
 from src.models.decoder_layer import DecoderLayer, MoE
@@ -49,11 +49,12 @@ class Variant:
     is_auto: bool
 
     def layer(self, shape: Shape) -> Mixture:
-        """The family's, its weights not filled."""
+        """The family's, its weights without memory."""
         nothing = alone(Stage(range(0), first=False, last=False), range(0))
-        model: Any = build(shape.config, nothing, self.ops)
-        moe = model.moe(range(shape.experts), self.ops)
-        return Mixture(shape.config, nn.Identity(), moe, self.ops)
+        with torch.device("meta"):
+            model: Any = build(shape.config, nothing, self.ops)
+            moe = model.moe(range(shape.experts), self.ops)
+            return Mixture(shape.config, nn.Identity(), moe, self.ops)
 
 
 def resized(shape: Shape, tokens: int) -> Shape:
@@ -73,28 +74,15 @@ def _automatic(subject: Subject) -> Subject:
 
 
 def _layers(name: str, shape: Shape, where: Place) -> Iterator[Subject]:
-    products, missing = where.split("grouped_mm", shape.needs["grouped_mm"])
-    missing |= where.split("local_experts", shape.needs["local_experts"])[1]
-    found = variants(shape, where)
+    found, need = variants(shape, where), shape.needs
+    products, missing = where.split("grouped_mm", need["grouped_mm"])
+    missing |= where.split("local_experts", need["local_experts"])[1]
     cost = {FORWARD: Cost(shape.flops), TRAINING: Cost(3 * shape.flops)}
-    auto = where.auto("grouped_mm", shape.needs["grouped_mm"])
-    sides = [
-        Side(
-            *(("grouped_mm", key), partial(_products, known.function), cost),
-            *(("rows", "inner", "gate_up", "down"), ("grad_inner", "grad_rows")),
-            is_auto=key == auto,
-        )
-        for key, known in products.items()
-    ]
     leaves = ("tokens", *weights(found[0].layer(shape)))
-    sides += [
-        Side(
-            *(variant.key, partial(_run, variant.key), cost, leaves, ("grad",)),
-            is_auto=variant.is_auto,
-            is_compiled=where.device.type == "cuda",
-        )
-        for variant in found
-    ]
+    sides = [product(key, known, cost, shape, where) for key, known in products.items()]
+    for variant in found:
+        what = (variant.key, partial(_run, variant.key), cost, leaves, ("grad",))
+        sides.append(Side(*what, is_auto=variant.is_auto, is_compiled=where.compiles))
     library = "torch_grouped_mm_cuda" if where.device.type == "cuda" else "torch_grouped_mm"
     other = ("grouped_mm", library if library in products else EAGER)
     for load in LOADS:
@@ -103,6 +91,14 @@ def _layers(name: str, shape: Shape, where: Place) -> Iterator[Subject]:
         sizes = {**vars(shape), "load_max_over_mean": float(counts_E.max() / counts_E.float().mean())}
         make = partial(_make, shape, popularity_E, found, where)
         yield Subject(f"{name} {load}", sizes, make, sides, other, missing)
+
+
+def product(name: str, known: Implementation, cost: Mapping[str, Cost], shape: Shape, where: Place) -> Side:
+    """Both grouped products alone, on rows and inner activations of their own."""
+    is_auto = name == where.auto("grouped_mm", shape.needs["grouped_mm"])
+    call = partial(_products, known.function)
+    leaves, grads = ("rows", "inner", "gate_up", "down"), ("grad_inner", "grad_rows")
+    return Side(("grouped_mm", name), call, cost, leaves, grads, is_auto=is_auto)
 
 
 def variants(shape: Shape, where: Place) -> list[Variant]:
@@ -138,12 +134,11 @@ def weights(layer: Mixture) -> dict[str, nn.Parameter]:
 def _make(shape: Shape, popularity_E: Tensor | None, found: Sequence[Variant], where: Place) -> Inputs:
     E, D, F, N, T = shape.experts, shape.width, shape.expert_size, shape.rows, shape.tokens
     ids_TK = choose(shape, popularity_E, where)
-    with where.device:
-        layers = {variant.key: variant.layer(shape) for variant in found}
+    layers = {variant.key: variant.layer(shape) for variant in found}
     filled = _filled(next(iter(layers.values())), where)
     for layer in layers.values():
         _share(layer, filled)
-        if where.device.type == "cuda":  # As training compiles its layers.
+        if where.compiles:
             layer.compile(fullgraph=True, dynamic=False)
     dispatchers = {variant.key: LocalDispatcher(E, variant.ops) for variant in found}
     return {

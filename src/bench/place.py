@@ -30,6 +30,11 @@ class Place:
         """The device as declarations of implementations speak of it."""
         return describe(self.device)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether training compiles its layers here, which is what `backend.compile=auto` says."""
+        return self.device.type == "cuda"
+
     def normal(self, *sizes: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Random numbers; of zeros products are faster than of anything else."""
         out = torch.empty(*sizes, device=self.device, dtype=dtype or self.dtype)
@@ -64,15 +69,14 @@ class Place:
     def as_trained(self, call: Callable[..., Any], known: Implementation) -> tuple[Callable[..., Any], bool]:
         """`call` with the implementation before its inputs, and whether a compiler has it, as in training.
 
-        Layers are compiled on a GPU (`backend.compile=auto`). The compiler looks into plain torch alone:
-        kernels of others and of ours are opaque to it.
+        The compiler looks into plain torch alone: kernels of others and of ours are opaque to it.
         """
         function = known.function
 
         def whole(inputs: Any) -> Any:
             return call(function, inputs)
 
-        if self.device.type != "cuda" or known.source != "torch":
+        if not self.compiles or known.source != "torch":
             return whole, False
         return torch.compile(whole, fullgraph=True, dynamic=False), True
 
