@@ -116,7 +116,8 @@ def kernels() -> str:
 
 def declared(implementation: Implementation) -> Iterator[str]:
     """The other columns of `kernels`."""
-    yield ", ".join(sorted(implementation.archs or implementation.devices or ["any"]))
+    places = sorted(implementation.archs or implementation.devices or ["any"])
+    yield ", ".join([*places, *(f"{name} {versions}" for name, versions in implementation.packages.items())])
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
     yield ", ".join(dtypes) or "any"
     yield ", ".join(sorted(implementation.features)) or "-"

@@ -120,6 +120,8 @@ class KernelsConfig:
     """One implementation of head and loss by name."""
     accumulate: str | None = None
     """One implementation of sums of gradients over micro-batches by name."""
+    grad_norm: str | None = None
+    """One implementation of the norm of all gradients by name."""
     adamw: str | None = None
     """One implementation of the update by name."""
     autotune: str = choice("auto", "pinned")
@@ -309,6 +311,8 @@ class PrecisionConfig:
 
     name: str = choice("auto", "fp32", "fp64", "master", "bf16", "split")
     """`auto` is fp32 on a CPU and master (bf16 compute, fp32 masters) on a GPU."""
+    first_moment: str = choice("auto", "bf16")
+    """AdamW's first moment: as the masters, or in bf16, 2 bytes a parameter less (master, split)."""
     fp8: str = choice("none", "dense", "dense_experts")
     """Which products run in fp8."""
 

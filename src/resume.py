@@ -38,6 +38,7 @@ MAY_DIFFER = [
     "lr_schedule",
     "micro_batch_size",
     "optimizer",
+    "precision.first_moment",
     "data.prefetch",
     "data.prepare",
     "data.allow_change",
@@ -48,6 +49,8 @@ MAY_DIFFER = [
 """Keys, and groups with all that is below them, that a resume may change; the new config wins."""
 MAY_NOT_DIFFER = ("optimizer.kind",)
 """Exceptions below the groups above."""
+EXCHANGEABLE = {"precision.name": ("master", "split")}
+"""Keys that a resume may change from one of these values to another: they save the same state."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Di
         if before == after:
             continue
         shown = [None if value is missing else value for value in (before, after)]
-        (allowed if may_differ(key, allow_change) else refused).append(Difference(key, *shown))
+        fits = may_differ(key, allow_change) or all(value in EXCHANGEABLE.get(key, ()) for value in shown)
+        (allowed if fits else refused).append(Difference(key, *shown))
     return allowed, refused
 
 

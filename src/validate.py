@@ -22,6 +22,8 @@ from src.trainer.parallel import rules
 from src.validate_backend import backend_problems, force_problems
 
 TRACKERS = ("wandb", "tensorboard")
+MAX_BETA = 0.99
+"""Up to here a bf16 first moment has no bias to speak of (2e-4); with 0.999 it stays 15 % short."""
 MOST_TRACED = 10
 """Steps of a trace at most: one of a large model has some ten thousand events."""
 
@@ -283,6 +285,24 @@ def _deepseek(m: DeepseekV2Config) -> Rows:
     ]
 
 
+def _precision(config: Config) -> Iterator[Problem]:
+    """Only AdamW has a first moment, and only beside fp32 masters one of fewer bits is of use (OP-4)."""
+    if config.precision.first_moment == "auto":
+        return
+    name, kind, key = config.precision.name, config.optimizer.kind, "precision.first_moment"
+    if name not in ("master", "split"):
+        fix = f"precision=master or precision=split, or {key}=auto"
+        yield Problem(key, f"bf16 goes with fp32 masters, not with precision={name}", fix, "OP-4")
+    if kind != "adamw":
+        fix = f"optimizer=adamw or {key}=auto"
+        yield Problem(key, f"bf16, but optimizer={kind} keeps no first moment of AdamW", fix, "OP-4")
+    if config.optimizer.betas and config.optimizer.betas[0] > MAX_BETA:
+        message = (
+            f"bf16, but with betas[0]={config.optimizer.betas[0]} a step's share of it is lost in rounding"
+        )
+        yield Problem(key, message, f"optimizer.betas[0] up to {MAX_BETA}, or {key}=auto", "OP-4")
+
+
 def _checkpoint(config: Config) -> Iterator[Problem]:
     try:
         size_in_bytes(config.checkpoint.verify)
@@ -337,5 +357,5 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(_model, backend_problems, force_problems, _checkpoint, _resume, _logger, _profile),
+    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
 )

@@ -13,7 +13,7 @@ from src.models.schema import HfConfig
 
 OPERATIONS = tuple(f.name for f in fields(KernelsConfig) if f.type == "str | None")
 """The operations whose implementation may be chosen by name; the registry's, in a test."""
-SHARED_OPERATIONS = ("linear_cross_entropy", "accumulate", "adamw")
+SHARED_OPERATIONS = ("linear_cross_entropy", "accumulate", "grad_norm", "adamw")
 """Those that are ours whatever the backend."""
 
 

@@ -14,7 +14,7 @@ STEPS = 3
 """Steps of a profile, after one that is thrown away."""
 
 RULES: tuple[tuple[str, str], ...] = (
-    ("optimizer", r"adam|lp_?norm|normtwo|multi_tensor|foreach|clip_grad|vector_norm"),
+    ("optimizer", r"adam|grad_norm|lp_?norm|normtwo|multi_tensor|foreach|clip_grad|vector_norm"),
     ("attention", r"flash|fmha|attention|attn|sdpa|compute_dot_do_o|convert_dq|_cos_|_sin_|rope"),
     ("experts", r"group(ed)?_?(mm|gemm|problem)|swiglu|silu|expert|tail_kernel"),
     ("head", r"cross_entropy|logsumexp|log_softmax|nll_loss|ce_chunk"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Place:
     dtype: torch.dtype
     draws: torch.Generator
 
-    @property
+    @cached_property
     def described(self) -> Device:
         """The device as declarations of implementations speak of it."""
         return describe(self.device)
@@ -46,8 +47,8 @@ class Place:
 
     def ops(self, kernels: KernelsConfig | None = None, needs: Mapping[str, Need] | None = None) -> Ops:
         """What a model that asks for `needs` would run here; `kernels=auto` if nothing is said."""
-        described = self.described
-        return choose(kernels or KernelsConfig(), described, self.dtype, DeterminismConfig(), needs or {})
+        wanted = kernels or KernelsConfig()
+        return choose(wanted, self.described, self.dtype, DeterminismConfig(), needs or {})
 
     def split(
         self, operation: str, need: Need | None = None

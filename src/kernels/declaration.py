@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from src.code_identity import package_version
-
 EAGER = "eager"
 """Name of the reference in plain torch, which every operation has and which runs everywhere."""
 
@@ -21,7 +19,7 @@ HOPPER_ON = frozenset({"sm90", "sm100", "sm103", "sm120"})
 
 @dataclass(frozen=True)
 class Device:
-    """The kind of device as far as capabilities go; a made-up one serves in tests."""
+    """The device and what is installed, as far as capabilities go; a made-up one serves in tests."""
 
     kind: str
     """`cpu`, `cuda` or `rocm`."""
@@ -29,6 +27,10 @@ class Device:
     """`cpu`, or an architecture such as `sm90` or `gfx942`."""
     interprets: bool = False
     """Whether Triton runs kernels on a CPU, in its interpreter."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Installed distribution → its version, of those that an implementation asks for."""
+    card: str = ""
+    """What the device calls itself; decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +83,36 @@ class Implementation:
 
     def missing(self, device: Device, dtype: torch.dtype, need: Need, bitwise: bool) -> str | None:
         """One sentence naming the first capability that is missing, or None if the implementation may run."""
-        if self.source == "triton" and device.kind == "cpu":
-            return self._missing_interpreted(device, dtype, need)
-        if self.devices is not None and device.kind not in self.devices:
-            return f"runs on {_listed(self.devices)}, not on {device.kind}"
-        if self.archs is not None and device.arch not in self.archs:
-            return f"runs on {_listed(self.archs)}, not on {device.arch}"
-        if self.dtypes is not None and dtype not in self.dtypes:
-            return f"takes {_listed(map(_short, self.dtypes))}, not {_short(dtype)}"
+        interpreted = self.source == "triton" and device.kind == "cpu"
+        lacks = self._interpreter(device, dtype) if interpreted else self._device(device, dtype)
+        if lacks is not None:
+            return lacks
         if need.features - self.features:
             return f"cannot do {_listed(need.features - self.features)}"
         for package, versions in self.packages.items():
-            found = package_version(package)
+            found = device.packages.get(package)
             if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
                 return f"needs {package} {versions}, and {found or 'none'} is installed"
         if bitwise and not all(self.deterministic):
             return "is not deterministic, which determinism=bitwise asks for"
         return self.shapes(need.widths, dtype)
 
-    def _missing_interpreted(self, device: Device, dtype: torch.dtype, need: Need) -> str | None:
+    def _device(self, device: Device, dtype: torch.dtype) -> str | None:
+        if self.devices is not None and device.kind not in self.devices:
+            return f"runs on {_listed(self.devices)}, not on {device.kind}"
+        if self.archs is not None and device.arch not in self.archs:
+            return f"runs on {_listed(self.archs)}, not on {device.arch}"
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"takes {_listed(map(_short, self.dtypes))}, not {_short(dtype)}"
+        return None
+
+    def _interpreter(self, device: Device, dtype: torch.dtype) -> str | None:
+        """As `_device`, on a CPU: arithmetic in bf16 is wrong there without an error (INT-1)."""
         if not device.interprets:
             return "runs on a CPU in Triton's interpreter only, which TRITON_INTERPRET=1 asks for"
         if dtype != torch.float32:
             return f"takes float32 in Triton's interpreter, not {_short(dtype)}"
-        lacking = need.features - self.features
-        return f"cannot do {_listed(lacking)}" if lacking else self.shapes(need.widths, dtype)
+        return None
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ back later: what `resolve` chose runs, or the run ends.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class Ops:
     linear: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
+    grad_norm: Callable[..., Any]
     adamw: Callable[..., Any]
     device: Device
     choices: Mapping[str, Choice]
@@ -68,9 +70,9 @@ class Ops:
     def record(self) -> dict[str, Any]:
         """The content of `kernels.json`: per operation the choice and each refused candidate (REG-3)."""
         operations = {operation: _recorded(choice) for operation, choice in self.choices.items()}
-        device = {"kind": self.device.kind, "arch": self.device.arch}
+        device = {"kind": self.device.kind, "arch": self.device.arch, "card": self.device.card}
         packages = {"triton", *(p for choice in self.choices.values() for p in _packages(choice))}
-        versions = {package: package_version(package) for package in sorted(packages)}
+        versions = {package: self.device.packages.get(package) for package in sorted(packages)}
         return {"operations": operations, "device": device, "torch": torch.__version__, "packages": versions}
 
 
@@ -91,6 +93,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
+        "grad_norm": ("triton",),
         "adamw": ("triton",),
     },
 }
@@ -121,6 +124,7 @@ def choose(
     """As `resolve`, for a device that need not exist."""
     bitwise = determinism.name == "bitwise"
     problems: list[Problem] = []
+    without: dict[str, list[str]] = {}
     functions: dict[str, Callable[..., Any]] = {}
     choices: dict[str, Choice] = {}
     for operation, known in implementations().items():
@@ -133,10 +137,11 @@ def choose(
         order = (wanted,) if wanted is not None else _order(kernels.name, device, operation, known)
         name = next((name for name in order if lacks[name] is None), None)
         if name is None:  # Only of kernels=triton, which leaves nothing in Triton to the reference.
-            problems.append(_unavailable(operation, order[0], lacks))
+            without.setdefault(f"{order[0]} {lacks[order[0]]}", []).append(operation)
             continue
         refused = {other: why for other, why in lacks.items() if why is not None}
         functions[operation], choices[operation] = known[name].function, Choice(name, refused, known[name])
+    problems += [_unavailable_here(why, operations) for why, operations in without.items()]
     if problems:
         raise UserError(problems, code=3)
     return Ops(**functions, device=device, choices=choices)
@@ -148,13 +153,22 @@ def implementations() -> dict[str, dict[str, Implementation]]:
 
 
 def describe(device: torch.device) -> Device:
-    """The capabilities of a real device."""
+    """The capabilities of a real device, and the packages there are; none of them is imported."""
+    packages = _installed()
     if device.type != "cuda":
-        return Device(device.type, device.type, interprets=os.environ.get("TRITON_INTERPRET") == "1")
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return Device(device.type, device.type, interprets, packages, platform.machine())
     properties = torch.cuda.get_device_properties(device)
+    kind, arch = "cuda", f"sm{properties.major}{properties.minor}"
     if torch.version.hip:
-        return Device("rocm", str(properties.gcnArchName).split(":")[0])
-    return Device("cuda", f"sm{properties.major}{properties.minor}")
+        kind, arch = "rocm", str(properties.gcnArchName).split(":")[0]
+    return Device(kind, arch, packages=packages, card=str(properties.name))
+
+
+def _installed() -> dict[str, str]:
+    asked = {package for known in IMPLEMENTATIONS.values() for i in known for package in i.packages}
+    found = {package: package_version(package) for package in ("triton", *sorted(asked))}
+    return {package: version for package, version in found.items() if version is not None}
 
 
 def _order(name: str, device: Device, operation: str, known: Mapping[str, Implementation]) -> tuple[str, ...]:
@@ -185,3 +199,9 @@ def _unavailable(operation: str, wanted: str, lacks: Mapping[str, str | None]) -
     available = ", ".join(name for name, why in lacks.items() if why is None)
     why = f"{wanted} {lacks[wanted]}" if wanted in lacks else f"there is no implementation {wanted!r}"
     return Problem(f"kernels.{operation}", why, f"available: {available}", "REG-2")
+
+
+def _unavailable_here(why: str, operations: list[str]) -> Problem:
+    """One problem for all operations that `kernels=triton` cannot give for the same reason."""
+    words = " ".join(f"kernels.{operation}=eager" for operation in operations)
+    return Problem("kernels", f"{why}: {', '.join(operations)}", f"kernels=auto, or {words}", "REG-2")

@@ -10,6 +10,7 @@ from src.kernels import (
     attention,
     combine,
     expert_bias,
+    grad_norm,
     grouped_mm,
     latent_heads,
     linear,
@@ -45,5 +46,6 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "linear": linear.IMPLEMENTATIONS,
     "linear_cross_entropy": linear_cross_entropy.IMPLEMENTATIONS,
     "accumulate": accumulate.IMPLEMENTATIONS,
+    "grad_norm": grad_norm.IMPLEMENTATIONS,
     "adamw": adamw.IMPLEMENTATIONS,
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from src import runs
 from src.code_identity import CodeRecord, code_diff, code_record
 from src.compose import dump_config
-from src.config import Config
+from src.config import Config, KernelsConfig
 from src.digest import config_digest
 from src.errors import Problem, UserError
 from src.launchers.closing import closing_screen
@@ -104,6 +104,7 @@ def find_and_run(launch: Launch) -> int:
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
+        check_kernels(launch.config, plan.platform)
     for notice in plan.notices:
         console.line(f"notice     {notice}")
     with console.phase("run") as words:
@@ -236,6 +237,20 @@ def check_log_copy(config: Config) -> None:
         message = f"{config.logger.copy_to} cannot be written: {error.strerror}"
         fix = "name a file in a directory that is there, or leave it out: launcher.log has the same lines"
         raise UserError([Problem("logger.copy_to", message, fix, "LOG-5")], code=3) from error
+
+
+def check_kernels(config: Config, platform: str) -> None:
+    """Raise `UserError` (3) before any work if a CPU cannot run what `kernels` names (REG-2).
+
+    A GPU is asked by its ranks, before the first step: asked from here it would hold memory all the while.
+    """
+    if platform != "cpu" or config.kernels in (KernelsConfig("auto"), KernelsConfig("eager")):
+        return
+    import torch
+
+    from src.trainer.backends.registry import backend_class
+
+    backend_class(config.backend.name).choose_ops(config, torch.device("cpu"))
 
 
 def log_files(launch: Launch, run: Path) -> None:

@@ -22,10 +22,10 @@ from src.trainer.parallel.pipeline.schedule import peak_live
 
 Known = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig | DenseConfig
 """Families of ours, whose activations are counted."""
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "bf16": 2}
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "split": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
-MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "bf16": 2}
-"""Bytes of a stored parameter, of its gradient after the reduction and of a moment, by precision."""
+MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "split": 4, "bf16": 2}
+"""Bytes of a stored parameter (both its halves), of a sum of its gradients and of a moment, by precision."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,21 @@ def rank_memory(config: Config, rank: int, platform: str) -> RankMemory:
     precision = precision_name(config, platform)
     master, compute = MASTER_BYTES[precision], COMPUTE_BYTES[precision]
     local, gathered, alone = _count(config, place)
-    cast = alone * compute if compute != master else 0
+    cast = alone * compute if precision == "master" else 0
     return RankMemory(
         parameters=local,
         weights=local * master,
-        gradients=local * master,
-        optimizer=local * master * moments(config),
+        gradients=local * (compute if is_summed_once(config) else master),
+        optimizer=local * (master * moments(config) - (2 if config.precision.first_moment == "bf16" else 0)),
         unsharded=gathered * (compute + master) + cast,
         activations=activations(config, place, compute),
     )
+
+
+def is_summed_once(config: Config) -> bool:
+    """Whether a gradient stays as the only micro-batch made it: nothing is added to it, by no other rank."""
+    mesh = config.mesh
+    return mesh.pp == mesh.rep == mesh.dp == mesh.cp == mesh.ep == micro_batches(config) == 1
 
 
 def moments(config: Config) -> int:

@@ -7,12 +7,10 @@ somebody asks to stop. Everything optional is a callback.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from src.config import Config
 from src.errors import UserError
@@ -33,8 +31,10 @@ from src.trainer.data.keys import data_key
 from src.trainer.data.loader import Loader
 from src.trainer.data.order import Order
 from src.trainer.health import Health, refusal
+from src.trainer.kernels_record import write_kernels
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import Optimizer
+from src.trainer.parallel.precision import precision_of
 from src.trainer.repairs import repair
 from src.trainer.runtime import Runtime
 from src.trainer.state import Run
@@ -116,8 +116,9 @@ def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop:
     data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
     backend = backend_class(config.backend.name).build(config, runtime)
     optimizer = Optimizer(
-        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies
-    )
+        config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
+        backend.remainders, precision_of(config, runtime.device).first_moment,
+    )  # fmt: skip
     repairs = repair(config, directory, runtime.rank, backend.ops)
     write_kernels(directory, runtime, backend.ops_record() | repairs.record)
     health = Health(config, runtime.device)
@@ -134,17 +135,6 @@ def launched_key(config: Config, directory: Path) -> str | None:
         return data_key(config)
     key: str | None = json.loads(path.read_text())["data_key"]
     return key
-
-
-def write_kernels(directory: Path, runtime: Runtime, record: dict[str, Any]) -> None:
-    """`kernels.json`; ranks that chose different kernels are refused before the first step (REG-3)."""
-    text = json.dumps(record, indent=2, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    first = runtime.broadcast_object(digest)
-    if first != digest:
-        raise UserError(f"rank {runtime.rank} chose other kernels than rank 0: {text}", code=3)
-    if runtime.rank == 0:
-        (directory / "kernels.json").write_text(text + "\n")
 
 
 def take_up(run: Run) -> None:

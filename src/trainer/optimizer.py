@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from src.config import OptimizerConfig
 from src.kernels.adamw import Adam
 from src.kernels.adamw import adamw as eager_adamw
+from src.kernels.halves import join, keep
 from src.models.build import ParamSpec
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -38,18 +39,38 @@ class Optimizer:
         specs: Mapping[str, ParamSpec],
         adamw: Callable[..., None] = eager_adamw,
         copies: Mapping[str, Tensor] | None = None,
+        remainders: Mapping[str, Tensor] | None = None,
+        first_moment: torch.dtype | None = None,
     ) -> None:
-        """`adamw` is the operation (OP-4); `copies` follow the parameters in another dtype."""
-        self._config, self._adamw, self._copies = config, adamw, copies or {}
+        """Moments start at zero, in the dtype of the master.
+
+        Args:
+            config: the rule and its numbers.
+            parameters: what is updated, by name.
+            specs: which of them decay.
+            adamw: the operation (OP-4).
+            copies: tensors that follow the parameters of their names in another dtype.
+            remainders: lower halves of the masters whose upper halves are the parameters of their names.
+            first_moment: dtype of AdamW's first moment, if it is another.
+        """
+        self._config, self._adamw = config, adamw
+        self._copies, self._remainders = copies or {}, remainders or {}
         self._parameters = {name: p for name, p in parameters.items() if local(p).numel()}
         self._locals = {name: local(p) for name, p in self._parameters.items()}
         self._decay = {name: config.weight_decay if specs[name].decay else 0.0 for name in self._locals}
         self.moments: dict[str, dict[str, Tensor]] = {
-            m: {name: torch.zeros_like(t) for name, t in self._locals.items()} for m in moment_names(config)
+            moment: self._zeros(first_moment if moment == "exp_avg" else None)
+            for moment in moment_names(config)
         }
         """Moment name → parameter name → this rank's shard of it."""
         device = next((t.device for t in self._locals.values()), torch.device("cpu"))
         self._updates = torch.zeros((), dtype=torch.float32, device=device)
+
+    def _zeros(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """A tensor like each parameter, in `dtype` or in that of its master."""
+        held = self._locals.items()
+        wide = {name: torch.float32 if name in self._remainders else t.dtype for name, t in held}
+        return {name: torch.zeros_like(t, dtype=dtype or wide[name]) for name, t in held}
 
     @property
     def updates(self) -> int:
@@ -82,21 +103,25 @@ class Optimizer:
         first, second = self.moments["exp_avg"], self.moments["exp_avg_sq"]
         for name, p in self._locals.items():
             gradient = local(self._take_grad(name))
-            copy, decay = self._copies.get(name), self._decay[name]
-            self._adamw(p, gradient, first[name], second[name], copy, decay, adam)
+            copy, low, decay = self._copies.get(name), self._remainders.get(name), self._decay[name]
+            self._adamw(p, gradient, first[name], second[name], copy, decay, adam, low)
 
     def _step_sgd(self, lr: float, clip: Tensor | None, skip: Tensor) -> None:
         buffers = self.moments.get("momentum_buffer", {})
         for name, p in self._locals.items():
-            gradient = local(self._take_grad(name)).to(p.dtype)
+            low = self._remainders.get(name)
+            master = p if low is None else join(p, low)
+            gradient = local(self._take_grad(name)).to(master.dtype)
             gradient = gradient if clip is None else gradient.mul_(clip)
             torch_sgd(
-                [p], [gradient], [buffers.get(name)], fused=True, found_inf=skip, lr=lr,
+                [master], [gradient], [buffers.get(name)], fused=True, found_inf=skip, lr=lr,
                 weight_decay=self._decay[name], momentum=self._config.momentum, dampening=0.0,
                 nesterov=False, maximize=False,
             )  # fmt: skip
             if name in self._copies:
                 self._copies[name].copy_(p)
+            if low is not None:
+                keep(master, p, low)
 
     def _take_grad(self, name: str) -> Tensor:
         """The gradient, which is let go with the update of its parameter."""

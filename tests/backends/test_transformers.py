@@ -290,9 +290,10 @@ def test_masters_stay_in_fp32() -> None:
 def test_mod_4_routers_read_what_they_can_multiply(family: str) -> None:
     """MOD-4: those of transformers do not cast their input; under `master` weight and input are fp32."""
     loss, norm, _ = mixed_step("fp32", family)
-    mixed_loss, mixed_norm, _ = mixed_step("master", family)
-    assert mixed_loss == pytest.approx(loss, rel=1e-4)
-    assert mixed_norm == pytest.approx(norm, rel=4e-3)
+    for precision in ("master", "split"):
+        mixed_loss, mixed_norm, _ = mixed_step(precision, family)
+        assert mixed_loss == pytest.approx(loss, rel=1e-4)
+        assert mixed_norm == pytest.approx(norm, rel=4e-3)
 
 
 def test_a_missing_package_is_exit_3(monkeypatch: pytest.MonkeyPatch) -> None:

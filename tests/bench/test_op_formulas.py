@@ -152,14 +152,14 @@ def test_bytes_of_the_loss_are_two_reads_and_a_write() -> None:
 
 
 def test_bytes_of_the_update_and_of_sums() -> None:
-    """PERF-8, OP-4: 28 bytes a parameter with fp32 masters and 14 in bf16; from the tensors on a CPU."""
-    assert ops_optimizer.update_bytes(1, torch.float32, torch.bfloat16) == 28
-    assert ops_optimizer.update_bytes(1, torch.bfloat16, torch.bfloat16) == 14
+    """PERF-8, OP-4: of one parameter computed in bf16 as the operation says; from the tensors on a CPU."""
+    moved = {name: kept.bytes_moved(torch.bfloat16) for name, kept in ops_optimizer.LAYOUTS.items()}
+    assert moved == {"master": 28, "split": 26, "split_bf16": 22, "plain": 14}
     for subject in ops_optimizer.subjects("tiny", ops_optimizer.SHAPES["tiny"], CPU):
         inputs, operation = subject.make(), subject.sides[0].key[0]
         nbytes = {name: sum(x.nbytes for x in tensors(value)) for name, value in inputs.items()}
         expected = {
-            "adamw": lambda n: 2 * (n["p"] + n["m"] + n["v"]) + n["g"] + n["copy"],
+            "adamw": lambda n: 2 * (n["p"] + n["low"] + n["m"] + n["v"]) + n["g"] + n["copy"],
             "accumulate": lambda n: 2 * n.get("total", n["g"] / 2) + n["g"],
             "grad_norm": lambda n: n["g"],
         }[operation](nbytes)

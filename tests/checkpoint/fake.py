@@ -50,9 +50,9 @@ class Fake:
         self.parameters = {name: torch.zeros(shape) for name, shape in names.parameters(MODEL).items()}
         self.extra = {"balance.load.1": torch.zeros(EXPERTS)}
 
-    def local_entries(self, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
         """Every entry, whole: a tensor, an expert's matrix in a stack, or rows of one."""
-        entries = {}
+        entries, tensors = {}, self.parameters if tensors is None else tensors
         for name, entry in names.canonical(MODEL).items():
             view = tensors[entry.parameter]
             view = view if entry.expert is None else view[entry.expert]

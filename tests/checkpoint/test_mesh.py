@@ -115,7 +115,7 @@ def number_experts_locally(member: Member) -> Iterator[None]:
     entries = member.backend.local_entries
     shift = 3 * member.runtime.rank
 
-    def renamed(tensors: Any) -> Any:
+    def renamed(tensors: Any = None) -> Any:
         found = {}
         for name, entry in entries(tensors).items():
             expert = canonical(member.config.model)[name].expert

@@ -23,6 +23,18 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"optimizer.betas": [0.9, 1.0]}, "optimizer.betas", "range"),
     ({"optimizer.betas": [0.9]}, "optimizer.betas", "range"),
     ({"optimizer.max_norm": 0.0}, "optimizer.max_norm", "range"),
+    ({"precision.first_moment": "bf16"}, "precision.first_moment", "OP-4"),
+    ({"precision.first_moment": "bf16", "precision.name": "bf16"}, "precision.first_moment", "OP-4"),
+    (
+        {"precision.first_moment": "bf16", "precision.name": "split", "optimizer.kind": "sgd"},
+        "precision.first_moment",
+        "OP-4",
+    ),
+    (
+        {"precision.first_moment": "bf16", "precision.name": "master", "optimizer.betas": [0.999, 0.999]},
+        "precision.first_moment",
+        "OP-4",
+    ),
     ({"lr_schedule.floor": 1.5}, "lr_schedule.floor", "range"),
     ({"lr_schedule.warmup": -1}, "lr_schedule.warmup", "range"),
     ({"lr_schedule.kind": "wsd", "max_steps": 29}, "lr_schedule", "CFG-19"),
@@ -167,6 +179,11 @@ def test_edges_of_qwen3_moe_pass(qwen: Config) -> None:
     edges: dict[str, object] = {"model.mlp_only_layers": [0, 7], "model.num_kv_heads": 1, "model.top_k": 16}
     assert validate(changed(qwen, edges)) == []
     assert validate(changed(qwen, {"model.decoder_sparse_step": 9, "model.num_kv_heads": 6})) == []
+
+
+@pytest.mark.parametrize("name", ["master", "split"])
+def test_a_first_moment_in_bf16_goes_with_masters(base: Config, name: str) -> None:
+    assert validate(changed(base, {"precision.first_moment": "bf16", "precision.name": name})) == []
 
 
 def test_all_problems_at_once(base: Config) -> None:

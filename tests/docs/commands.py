@@ -192,7 +192,7 @@ def _pytest(arguments: list[str], parser: Callable[[Sequence[str]], Any] | None)
 def _script(path: Path, words: list[str]) -> list[str]:
     """Let the script's own parser read the words, and stop it there; overrides among them are checked."""
     text = path.read_text(encoding="utf-8")
-    if "ArgumentParser" not in text and "main(argv" not in text:
+    if "ArgumentParser" not in text and "op_script" not in text:  # Those of one operation share a parser.
         return [f"{path.name} takes no arguments"] if words else []
     parsed, wrong = parse(lambda: run_to_parser(path, words))
     overrides = [*getattr(parsed, "overrides", [])] if parsed is not None else []

@@ -31,6 +31,46 @@ for n, clip, skip, steps in ((1, 0.5, 0.0, 0.0), (2500, None, 0.0, 3.0), (2500, 
     assert skip == 0.0 or all(torch.equal(a, b) for a, b in zip(ours[2:], t[2:]))
 """
 
+HALVES = """
+from src.kernels.adamw import Adam, adamw, triton_adamw
+from src.kernels.halves import join, split
+from tests.kernels.test_halves import numbers
+torch.manual_seed(0)
+x = numbers()[:, ::331].flatten()
+nothing = Adam(0.0, (0.9, 0.95), 1e-8, torch.tensor(0.0), None, torch.tensor(0.0))
+high, low = split(x)
+triton_adamw(high, *(torch.ones_like(x) for _ in range(3)), None, 0.3, nothing, low)
+assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip((high, low), split(x)))
+for dtype, skip in ((torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.bfloat16, 1.0)):
+    t = [torch.randn(2500), torch.randn(2500), torch.randn(2500).to(dtype), torch.rand(2500)]
+    adam = Adam(0.1, (0.9, 0.999), 1e-8, torch.tensor(3.0), torch.tensor(0.25), torch.tensor(skip))
+    whole, halves, theirs = ([y.clone() for y in t] for _ in range(3))
+    triton_adamw(*whole, None, 0.3, adam)
+    for f, (p, *rest) in ((triton_adamw, halves), (adamw, theirs)):
+        high, low = split(p)
+        f(high, *rest, None, 0.3, adam, low)
+        p.copy_(join(high, low))
+    assert all(torch.equal(a, b) for a, b in zip(whole, halves))
+    assert torch.equal(halves[0], t[0]) == bool(skip)
+    torch.testing.assert_close(halves[0], theirs[0], rtol=2e-6, atol=1e-7)
+    rtol = 2e-6 if dtype == torch.float32 else 2**-7  # The interpreter's casts to bf16 cut off.
+    torch.testing.assert_close(halves[2], theirs[2], rtol=rtol, atol=1e-7)
+"""
+
+GRAD_NORM = """
+from src.kernels import grad_norm as op
+op.CHUNK, op.BLOCK = 64, 16
+torch.manual_seed(0)
+for sizes in ((0,), (1,), (1, 0, 37), (64, 65, 130, 5), (160, 16, 33, 64, 48)):
+    tensors = [torch.randn(n + 1)[1:] if n % 2 else torch.randn(n) for n in sizes]
+    tensors += [torch.randn(7, 5).half().T, torch.randn(80).half()] if len(sizes) > 1 else []
+    found = op.triton_square_sum(tensors, torch.float32)
+    assert torch.equal(found, op.triton_square_sum(tensors, torch.float32)), sizes
+    want = sum(t.double().square().sum() for t in tensors)
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=0)
+assert op.triton_square_sum([torch.ones(3), torch.full((99,), torch.nan)], torch.float32).isnan()
+"""
+
 CROSS_ENTROPY = """
 from src.kernels import linear_cross_entropy as op
 op.FUSED_ROWS, op.FUSED_BLOCK = 4, 16
@@ -144,27 +184,10 @@ for N, F in ((0, 8), (3, 16), (5, 37)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 """
 
-OPCHECK = """
-from src.kernels import latent_heads, rotary_heads, swiglu
-torch.manual_seed(0)
-ops, tests = torch.ops.manyhead, ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-cos, sin, turn = torch.randn(2, 3, 3), torch.randn(2, 3, 3), torch.randn(2, 3, 6)
-q, kv, k = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 12), torch.randn(2, 3, 14)[..., 8:]
-dq, dk, dv = torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 11), torch.randn(2, 3, 4, 7)
-for op, arguments in (
-    (ops.swiglu, (torch.randn(5, 16),)),
-    (ops.swiglu_backward, (torch.randn(5, 16), torch.randn(5, 8))),
-    (ops.rotary_heads, (kv, torch.randn(12), turn, turn, 1e-6)),
-    (ops.rotary_heads_backward, (kv, kv + 1, torch.randn(12), turn, turn, 1e-6)),
-    (ops.latent_heads, (q, kv, k, cos, sin)),
-    (ops.latent_heads_backward, (dq, dk, dv, cos, sin)),
-):
-    torch.library.opcheck(op.default, arguments, test_utils=tests)
-"""
-"""CMP-1: what a compiler is told of the shapes is what comes out."""
-
 CODES = {
     "adamw": ADAMW,
+    "halves": HALVES,
+    "grad_norm": GRAD_NORM,
     "linear_cross_entropy": CROSS_ENTROPY,
     "tail": TAIL,
     "latent_heads": LATENT_HEADS,
@@ -172,7 +195,6 @@ CODES = {
     "accumulate": ACCUMULATE,
     "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
-    "opcheck": OPCHECK,
 }
 
 

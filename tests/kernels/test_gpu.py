@@ -13,6 +13,7 @@ from torch import Tensor
 from src.kernels import (
     accumulate,
     attention,
+    grad_norm,
     grouped_mm,
     latent_heads,
     linear_cross_entropy,
@@ -23,8 +24,10 @@ from src.kernels import (
     swiglu,
 )
 from src.kernels.adamw import Adam, adamw, triton_adamw
+from src.kernels.halves import join, split
 from src.kernels.registry import implementations
 from src.kernels.sort_by_expert import sort_by_expert
+from tests.kernels.test_halves import numbers
 from tests.models.tools import relative
 
 pytestmark = pytest.mark.gpu
@@ -210,6 +213,51 @@ def test_op_4_adamw(state: torch.dtype) -> None:
     assert all(torch.equal(x, y) for x, y in zip(runs[0], runs[1], strict=True))
     limit = 1e-6 if state == torch.float32 else 2**-8
     assert all(relative(x, y) < limit for x, y in zip(runs[0], runs[2], strict=True))
+
+
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+def test_op_4_halves(moment: torch.dtype) -> None:
+    """Bitwise the update of a whole master; moments of two dtypes differ by one rounding alone."""
+    shape = (3001, 70)
+    (p, v), (m,) = leaves(shape, shape, dtype=torch.float32), leaves(shape, dtype=torch.bfloat16)
+    (g,) = leaves(shape, dtype=torch.bfloat16, std=0.1)
+    v.abs_()
+    scalars = (torch.tensor(x).cuda() for x in (3.0, 0.5, 0.0))
+    adam = Adam(1e-2, (0.9, 0.95), 1e-8, *scalars)
+    high, low = split(p)
+    whole, first, second = p.clone(), m.float(), v.clone()
+    triton_adamw(whole, g.clone(), first, second, None, 0.1, adam)
+    m = m.to(moment)
+    triton_adamw(high, g.clone(), m, v, None, 0.1, adam, low)
+    assert torch.equal(join(high, low), whole)
+    assert torch.equal(m, first.to(moment))
+    assert torch.equal(v, second)
+    assert not torch.equal(whole, p)
+
+
+def test_op_4_every_number_comes_back_through_the_kernel() -> None:
+    """An update of nothing leaves both halves as they are: denormals, zeros and the largest number too."""
+    x = numbers().cuda()
+    zero = torch.zeros((), device="cuda")
+    high, low = split(x)
+    rest = (torch.ones_like(x), torch.ones_like(x), torch.ones_like(x))
+    triton_adamw(high, *rest, None, 0.3, Adam(0.0, (0.9, 0.95), 1e-8, zero, None, zero), low)
+    assert torch.equal(join(high, low).view(torch.int32), x.view(torch.int32))
+    assert torch.equal(split(x)[0].view(torch.int16), high.view(torch.int16))
+
+
+def test_op_4_grad_norm() -> None:
+    """Of both dtypes, all sizes and alignments, against fp64; twice the same bits; nothing is nothing."""
+    sizes = [(3001, 70), (1,), (0,), (65536 * 3 + 16,), (65536,), (17, 33), *[(128,)] * 150]
+    tensors = leaves(*sizes, dtype=torch.bfloat16) + leaves((64, 2048), (5,), dtype=torch.float32)
+    tensors += [tensors[0].T, tensors[3][1:]]
+    found = grad_norm.triton_square_sum(tensors, torch.float32)
+    assert torch.equal(found, grad_norm.triton_square_sum(tensors, torch.float32))
+    want = sum(float(t.double().square().sum()) for t in tensors)
+    assert float(found) == pytest.approx(want, rel=1e-6)
+    assert float(grad_norm.triton_square_sum(tensors[2:3], torch.float32)) == 0.0
+    tensors[1].fill_(torch.inf)
+    assert not grad_norm.triton_square_sum(tensors, torch.float32).isfinite()
 
 
 def test_op_11_latent_heads() -> None:

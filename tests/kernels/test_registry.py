@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +24,11 @@ DEVICES = [
     Device("rocm", "gfx942"),
     Device("cpu", "cpu"),
 ]
+H200 = Device("cuda", "sm90")
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
 CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
-CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "adamw": "triton"}
+CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "grad_norm": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
@@ -100,12 +103,79 @@ def test_reg_1_missing_capability_is_one_sentence(
     assert (found is None) if said is None else (found is not None and said in found)
 
 
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({}, "needs another-kernels >=4,<5, and none is installed"),
+        ({"another-kernels": "3.9"}, "needs another-kernels >=4,<5, and 3.9 is installed"),
+        ({"another-kernels": "4.0.0b36"}, "needs another-kernels >=4,<5, and 4.0.0b36 is installed"),
+        ({"another-kernels": "4.1.dev2"}, None),
+        ({"another-kernels": "5.0"}, "needs another-kernels >=4,<5, and 5.0 is installed"),
+    ],
+)
+def test_reg_1_packages_are_facts_of_the_device(installed: dict[str, str], said: str | None) -> None:
+    """What is on this machine does not matter to a device that is made up."""
+    bound = Implementation(
+        "swiglu", "bound", abs, (True, True), "x", source="library", packages={"another-kernels": ">=4,<5"}
+    )
+    device = Device("cuda", "sm90", packages=installed)
+    assert bound.missing(device, torch.float32, Need(), bitwise=False) == said
+
+
+@pytest.mark.parametrize(
+    ("arch", "installed", "name"),
+    [
+        ("sm90", {}, "torch_grouped_mm_cuda"),
+        ("sm90", {"quack-kernels": "0.6.5"}, "quack"),
+        ("sm90", {"quack-kernels": "0.7"}, "torch_grouped_mm_cuda"),
+        ("sm100", {"quack-kernels": "0.6.5"}, "torch_grouped_mm_cuda"),
+    ],
+)
+def test_reg_4_auto_takes_what_is_installed(arch: str, installed: dict[str, str], name: str) -> None:
+    ops = choose_with(Device("cuda", arch, packages=installed), torch.bfloat16)
+    assert ops.choices["grouped_mm"].name == name
+    assert ops.record()["packages"] == {"triton": None} | (installed if name == "quack" else {})
+
+
+LOOSE = Implementation("swiglu", "loose", lambda x: x, deterministic=(True, False), saves="x")
+
+
 def test_det_2_bitwise_refuses_what_is_not_declared_deterministic() -> None:
-    loose = Implementation("swiglu", "loose", lambda x: x, deterministic=(True, False), saves="x")
-    missing = loose.missing(DEVICES[-1], torch.float32, Need(), bitwise=True)
+    missing = LOOSE.missing(DEVICES[-1], torch.float32, Need(), bitwise=True)
     assert missing is not None
     assert "determinism=bitwise" in missing
-    assert loose.missing(DEVICES[-1], torch.float32, Need(), bitwise=False) is None
+    assert LOOSE.missing(DEVICES[-1], torch.float32, Need(), bitwise=False) is None
+    ours = replace(LOOSE, source="triton")
+    interpreted = Device("cpu", "cpu", interprets=True)
+    assert ours.missing(interpreted, torch.float32, Need(), bitwise=True) == missing
+    assert ours.missing(interpreted, torch.float32, Need(), bitwise=False) is None
+
+
+def test_det_2_a_choice_by_name_is_an_error_with_an_alternative() -> None:
+    """DET-2, DET-7: `auto` passes by, and says so; who names it hears what there is instead."""
+    needs = {"attention": Need(widths={"key": 64, "value": 64})}
+    bitwise = DeterminismConfig(name="bitwise")
+    loose = {name for name, i in implementations()["attention"].items() if not all(i.deterministic)}
+    assert "sdpa_cudnn" in loose
+    ops = choose(KernelsConfig(), H200, torch.bfloat16, bitwise, needs)
+    chosen = ops.choices["attention"]
+    assert chosen.name not in loose
+    assert chosen.refused["sdpa_cudnn"] == "is not deterministic, which determinism=bitwise asks for"
+    assert (
+        choose(KernelsConfig(), H200, torch.bfloat16, DETERMINISM, needs).choices["attention"].name in loose
+    )
+    with pytest.raises(UserError, match=r"(?s)sdpa_cudnn is not deterministic.*available: eager") as caught:
+        choose(KernelsConfig(attention="sdpa_cudnn"), H200, torch.bfloat16, bitwise, needs)
+    assert caught.value.code == 3
+
+
+def test_det_3_a_declaration_is_compulsory() -> None:
+    """Without `deterministic` or `saves` there is no implementation, so that importing it fails."""
+    compulsory: Any = Implementation
+    with pytest.raises(TypeError, match="deterministic"):
+        compulsory("swiglu", "mute", abs, saves="x")
+    with pytest.raises(TypeError, match="saves"):
+        compulsory("swiglu", "mute", abs, deterministic=(True, True))
 
 
 def test_reg_2_all_unavailable_choices_come_at_once() -> None:
@@ -134,9 +204,6 @@ def test_eng_22_keys_in_blocks_need_what_takes_them() -> None:
     assert error.value.code == 3
 
 
-H200 = Device("cuda", "sm90")
-
-
 def names_of(device: Device, dtype: torch.dtype, name: str) -> dict[str, str]:
     return {
         operation: choice.name for operation, choice in choose_with(device, dtype, name=name).choices.items()
@@ -155,10 +222,15 @@ def test_reg_4_library_takes_anothers_kernel_and_triton_ours() -> None:
 
 
 def test_reg_4_triton_on_a_cpu_needs_the_interpreter_and_says_so() -> None:
-    with pytest.raises(UserError, match=r"kernels\.adamw.*TRITON_INTERPRET=1") as caught:
+    with pytest.raises(UserError, match=r"kernels: triton .*TRITON_INTERPRET=1 asks for: .*adamw") as caught:
         names_of(DEVICES[-1], torch.float32, "triton")
     assert caught.value.code == 3
-    assert len(caught.value.problems) == sum("triton" in known for known in implementations().values())
+    (problem,) = caught.value.problems
+    ours = [operation for operation, known in implementations().items() if "triton" in known]
+    assert problem.message.endswith(", ".join(ours))
+    typed = dict(word.removeprefix("kernels.").split("=") for word in problem.fix.split() if "eager" in word)
+    assert list(typed) == ours
+    assert choose_with(DEVICES[-1], name="triton", **typed).choices["adamw"].name == EAGER
     interpreted = Device("cpu", "cpu", interprets=True)
     assert names_of(interpreted, torch.float32, "triton")["swiglu"] == "triton"
     with pytest.raises(UserError, match="takes float32 in Triton's interpreter, not bfloat16"):
@@ -194,7 +266,7 @@ def test_an_explicit_choice_wins_over_the_name() -> None:
 def test_reg_3_the_record_names_choice_and_refusals() -> None:
     ops = resolve(KernelsConfig(), torch.device("cpu"), torch.float64, DETERMINISM, {"attention": PACKED})
     record = json.loads(json.dumps(ops.record()))
-    assert record["device"] == {"kind": "cpu", "arch": "cpu"}
+    assert record["device"] == {"kind": "cpu", "arch": "cpu", "card": platform.machine()}
     assert record["torch"] == torch.__version__
     assert set(record["operations"]) == set(OPERATIONS)
     attention = record["operations"]["attention"]
@@ -212,11 +284,16 @@ def test_every_operation_has_a_reference_that_runs_everywhere() -> None:
         assert reference.deterministic == (True, True)
 
 
-def test_reg_6_import_probes_no_device_and_no_optional_package() -> None:
-    code = (
-        "import sys, src.kernels.registry, torch; "
-        "print([m for m in ('flash_attn', 'fla', 'hydra', 'transformers') if m in sys.modules], "
-        "torch.cuda.is_initialized())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+IMPORTED = """
+import sys
+import src.kernels.registry
+import torch
+asked = ("flash_attn", "fla", "quack", "cutlass", "hydra", "transformers", "src.kernels.fused")
+print([m for m in sys.modules if m.startswith(asked)])
+print(torch.cuda.is_initialized())
+"""
+
+
+def test_reg_6_import_probes_no_device_no_optional_package_and_no_kernel() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "False"]

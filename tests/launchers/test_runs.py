@@ -234,6 +234,24 @@ def test_a_log_that_cannot_be_copied(make: Make, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "log.txt").read_text() == ""
 
 
+def test_kernels_that_a_cpu_cannot_run(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """REG-2: refused with 3 before a directory is made, all at once; a GPU is not asked from here."""
+    named = {
+        "kernels__attention": "sdpa_cudnn",
+        "kernels__rope": "none",
+        "paths__runs": str(tmp_path / "runs"),
+    }
+    assert launch.run_one(make(platform__name="cpu", **named), []) == 3
+    said = capsys.readouterr().err
+    assert "kernels.attention: sdpa_cudnn runs on cuda, not on cpu" in said
+    assert "kernels.rope: there is no implementation 'none'" in said
+    assert list(tmp_path.iterdir()) == []
+    launch.check_kernels(make(platform__name="cpu", kernels__attention="sdpa_cpu"), "cpu")
+    launch.check_kernels(make(**named), "cuda")
+
+
 @pytest.mark.parametrize("place", ["/proc/none", "/dev/null"])
 def test_a_place_that_cannot_be_written(make: Make, place: str) -> None:
     """RUN: one message with the place and what to type, exit 8."""
@@ -272,6 +290,11 @@ def test_allowed_keys() -> None:
     allowed, refused = differences({"data.unit": 0}, {"data.unit": 1, "data.allow_change": True})
     assert refused == []
     assert "seed" not in MAY_DIFFER
+    moment = {"precision.first_moment": "auto"}
+    for old, new, fits in (("master", "split", True), ("split", "master", True), ("fp32", "split", False)):
+        allowed, refused = differences({"precision.name": old} | moment, {"precision.name": new})
+        assert [d.key for d in allowed + refused] == sorted(["precision.name", *moment])
+        assert (refused == []) == fits
 
 
 def test_unreadable_status_is_unknown(make: Make) -> None:

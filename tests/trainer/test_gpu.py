@@ -28,6 +28,8 @@ from src.trainer.data.corpus import open_data
 from src.trainer.data.keys import data_key
 from src.trainer.data.loader import Loader
 from src.trainer.loop import build
+from src.trainer.optimizer import Optimizer
+from src.trainer.parallel.halves import whole
 from src.trainer.runtime import start
 from src.trainer.step import train_step
 from src.trainer.stop import StopRequest
@@ -102,9 +104,11 @@ def test_compiled_layers_equal_eager_ones(tmp_path: Path, precision: str, mode: 
         assert relative(found[name], exact[name]) <= 2 * relative(eager[name], exact[name]) + 1e-2, name
 
 
-def test_a_run_trains_in_bf16_with_masters(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "first_moment"), [("master", "auto"), ("split", "bf16")])
+def test_a_run_trains_in_bf16_with_masters(tmp_path: Path, precision: str, first_moment: str) -> None:
     """The loop, its checkpoint and its record of kernels, on the device and compiled."""
-    config = config_of(tmp_path, "master", max_steps=12)
+    config = config_of(tmp_path, precision, max_steps=12)
+    config.precision.first_moment = first_moment
     config.platform.name, config.optimizer.kind, config.optimizer.lr = "cuda", "adamw", 1e-2
     run_here(config, tmp_path / "run")
     losses = [line["loss"] for line in lines(tmp_path / "run")]
@@ -114,10 +118,46 @@ def test_a_run_trains_in_bf16_with_masters(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "run")][-2:] == [13, 14]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path, recompute: str) -> None:
+def test_op_4_a_step_in_halves_is_that_of_masters(tmp_path: Path) -> None:
+    """From weights that both precisions round alike: one loss, and with one gradient the same masters."""
+    sides = []
+    for precision in ("master", "split"):
+        config = config_of(tmp_path, precision)
+        config.optimizer.kind = "adamw"
+        runtime = start(config)
+        backend = NativeBackend.build(config, runtime)
+        batch = Loader(config, open_data(config, data_key(config)), 0, 1, 0).read(0)
+        for _, view in (part for entry in backend.local_entries().values() for part in entry.parts):
+            view.copy_(whole(view).bfloat16().float())
+        optimizer = Optimizer(
+            config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
+            backend.remainders,
+        )  # fmt: skip
+        loss = backend.forward_backward(batch, torch.tensor(batch.target_tokens, device="cuda")).loss
+        sides.append((backend, optimizer, loss))
+        runtime.close()
+    (ours, _, first), (theirs, _, second) = sides
+    assert torch.equal(first, second)
+    for name, parameter in ours.parameters.items():  # cuDNN's backward does not give the same bits twice.
+        assert parameter.grad is not None
+        assert theirs.parameters[name].grad is not None
+        theirs.parameters[name].grad = parameter.grad.clone()
+    found = []
+    for backend, optimizer, loss in sides:
+        norm = backend.norm_and_loss(loss)[0]
+        optimizer.step(1e-3, 0.5 / norm, torch.zeros((), device="cuda"))
+        masters = [whole(view) for e in backend.local_entries().values() for _, view in e.parts]
+        found.append([norm, *masters])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+MODES = [("master", "none"), ("master", "full"), ("split", "none")]
+
+
+@pytest.mark.parametrize(("precision", "recompute"), MODES)
+def test_bench_5_a_warm_step_waits_for_nothing(tmp_path: Path, precision: str, recompute: str) -> None:
     """MOE-5, ENG-8: `torch.cuda.set_sync_debug_mode("error")` around steps that do not log."""
-    config = config_of(tmp_path, "master", recompute=RecomputeConfig(recompute))
+    config = config_of(tmp_path, precision, recompute=RecomputeConfig(recompute))
     config.optimizer.kind, config.optimizer.lr = "adamw", 1e-3
     directory = tmp_path / "run"
     (directory / "control").mkdir(parents=True)

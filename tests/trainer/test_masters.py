@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from src.config import Config, PrecisionConfig
+from src.kernels.adamw import Adam, adamw
+from src.kernels.halves import split
+from src.launchers.memory import rank_memory
 from src.trainer.backends.native import NativeBackend
 from src.trainer.data.batch import StepBatch
 from src.trainer.data.corpus import open_data
 from src.trainer.data.keys import data_key
 from src.trainer.data.loader import Loader
 from src.trainer.optimizer import Optimizer
+from src.trainer.parallel.halves import whole
+from src.trainer.parallel.precision import precision_of
 from src.trainer.runtime import start
 from tests.trainer.small import lines, run_here, small_config
 
@@ -91,7 +96,7 @@ def test_a_load_reaches_what_the_model_computes_with(tmp_path: Path) -> None:
     assert after != before
 
 
-@pytest.mark.parametrize("precision", ["master", "bf16"])
+@pytest.mark.parametrize("precision", ["master", "split", "bf16"])
 def test_it_trains_and_goes_on(tmp_path: Path, precision: str) -> None:
     """A run of six steps equals one of three that goes on, bitwise; its loss falls."""
     config = small_config(tmp_path, precision=PrecisionConfig(name=precision))
@@ -102,6 +107,90 @@ def test_it_trains_and_goes_on(tmp_path: Path, precision: str) -> None:
     whole, parts = ([line["loss"] for line in lines(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == parts
     assert whole[-1] < whole[0]
+
+
+def away_from_zero(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, decay: float, adam: Adam, low: object
+) -> None:
+    """`adamw`, with the copy rounded as the upper half of a split master is."""
+    assert low is None
+    adamw(p, g, m, v, None, decay, adam)
+    if copy is not None:
+        copy.copy_(split(p)[0])
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("adamw", 3), ("sgd", 1)])
+def test_split_steps_are_those_of_masters(tmp_path: Path, kind: str, steps: int) -> None:
+    """OP-4: masters and losses are bitwise those of `master`, so long as its copies take ties likewise.
+
+    The copies of SGD are rounded by torch, so that its second step may differ.
+    """
+    states, losses = [], []
+    for precision in ("master", "split"):
+        config = small_config(tmp_path, precision=PrecisionConfig(name=precision))
+        config.optimizer.kind, config.optimizer.momentum = kind, 0.9
+        backend, batch = begin(config)
+        for _, view in (part for entry in backend.local_entries().values() for part in entry.parts):
+            view.copy_(whole(view).bfloat16().float())  # No ties at the start.
+        rule = away_from_zero if precision == "master" else adamw
+        optimizer = Optimizer(
+            config.optimizer, backend.parameters, backend.specs, rule, backend.copies, backend.remainders
+        )
+        for _ in range(steps):
+            losses.append(float(backend.forward_backward(batch, torch.tensor(batch.target_tokens)).loss))
+            optimizer.step(1e-2, torch.tensor(0.5), torch.zeros(()))
+        if kind == "adamw":
+            losses.append(float(backend.evaluate(batch.micro_batches[0])))
+        states.append([whole(view) for e in backend.local_entries().values() for _, view in e.parts])
+    half = len(losses) // 2
+    assert losses[:half] == losses[half:]
+    assert len(set(losses)) == half
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+BYTES = {
+    ("master", "auto"): (2 + 4, 2, 4, 4),
+    ("split", "auto"): (2 + 2, 2, 4, 4),
+    ("master", "bf16"): (2 + 4, 2, 2, 4),
+    ("split", "bf16"): (2 + 2, 2, 2, 4),
+    ("bf16", "auto"): (2, 2, 2, 2),
+}
+"""Precision and dtype of the first moment → bytes a parameter of weight and master, gradient, m, v."""
+
+
+@pytest.mark.parametrize(("precision", "first_moment"), BYTES)
+def test_perf_4_bytes_of_a_parameter(tmp_path: Path, precision: str, first_moment: str) -> None:
+    """16, 14, 14, 12 and 8 with one micro-batch, by the storages that are there; the plan says the same.
+
+    A router, which computes in fp32, is its own master: 4 bytes, and as many of a gradient.
+    """
+    config = small_config(tmp_path, precision=PrecisionConfig(precision, first_moment), global_batch_size=1)
+    config.optimizer.kind = "adamw"
+    backend, batch = begin(config)
+    optimizer = Optimizer(
+        config.optimizer, backend.parameters, backend.specs, copies=backend.copies,
+        remainders=backend.remainders, first_moment=precision_of(config, torch.device("cpu")).first_moment,
+    )  # fmt: skip
+    backend.forward_backward(batch, torch.tensor(batch.target_tokens))
+    names = [n for n in backend.parameters if not backend.specs[n].wide]
+    held = [backend.parameters, backend.copies, backend.remainders]
+    gradients = {n: backend.parameters[n].grad for n in names}
+    first, second = optimizer.moments["exp_avg"], optimizer.moments["exp_avg_sq"]
+    count = sum(backend.parameters[n].numel() for n in names)
+    found = [storages([t[n] for t in part for n in names if n in t]) for part in (held, [gradients])]
+    found += [storages([moment[n] for n in names]) for moment in (first, second)]
+    assert [size / count for size in found] == list(BYTES[precision, first_moment])
+    plan = rank_memory(config, 0, "cpu")
+    cast = BYTES[precision, first_moment][0] - plan.weights / plan.parameters
+    assert plan.unsharded == cast * plan.parameters
+    assert plan.gradients == 2 * plan.parameters
+    assert plan.optimizer == sum(BYTES[precision, first_moment][2:]) * plan.parameters
+
+
+def storages(tensors: list[Tensor | None]) -> int:
+    """Bytes of the different storages of tensors."""
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(kept.values())
 
 
 def test_bf16_states_sum_in_fp32(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from src.config import (
     EvaluationConfig,
     KernelsConfig,
     LrScheduleConfig,
-    MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
     SpikeConfig,
@@ -42,10 +41,8 @@ from src.trainer.data.packed import Packed
 from src.trainer.metrics import Metrics
 from src.trainer.optimizer import clip_factor
 from src.trainer.parallel.balance import LayerBalance
-from src.trainer.runtime import join
 from src.trainer.stop import Agreement
 from src.trainer.worker import exit_code
-from tests.distributed import world
 from tests.trainer.small import lines, poison, run_here, small_config
 
 
@@ -162,23 +159,6 @@ def test_the_update_is_as_long_as_clipping_leaves_it(
     backend, norm, before = kept
     moved = torch.stack([(p.detach() - before[n]).norm() for n, p in backend.parameters.items()]).norm()
     assert float(moved) == pytest.approx(0.3 * min(1.0, share) * norm, rel=1e-4)
-
-
-def other_kernels(directory: Path) -> str:
-    """What each rank gets from `write_kernels` when rank 1 chose otherwise."""
-    runtime = join(MeshConfig("dp2", dp=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
-    try:
-        loop_module.write_kernels(directory, runtime, {"attention": ["eager", "sdpa_cpu"][runtime.rank]})
-    except UserError as error:
-        return f"{error.code} {error}"
-    return "fine"
-
-
-def test_ranks_with_other_kernels_are_refused(tmp_path: Path) -> None:
-    """REG-3: the rank that differs from rank 0 says so, with code 3."""
-    first, second = world.run(2, other_kernels, tmp_path)
-    assert first == "fine"
-    assert second.startswith("3 rank 1 chose other kernels than rank 0")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from src.config import Config
@@ -43,6 +44,11 @@ class Backend(Protocol):
         """
         ...
 
+    @classmethod
+    def choose_ops(cls, config: Config, device: torch.device) -> Ops:
+        """The implementation of each operation, as `build` takes them; `UserError` (3) as there."""
+        ...
+
     @property
     def specs(self) -> Mapping[str, ParamSpec]:
         """Module name → how the parameter starts and is treated."""
@@ -66,6 +72,11 @@ class Backend(Protocol):
     @property
     def copies(self) -> Mapping[str, Tensor]:
         """Module name → tensor in the compute dtype that every update brings up to its parameter."""
+        ...
+
+    @property
+    def remainders(self) -> Mapping[str, Tensor]:
+        """Module name → int16 lower half of this rank's part of a parameter that is an upper half."""
         ...
 
     @property

@@ -67,12 +67,14 @@ class NativeBackend:
         """The chosen implementation of each operation."""
         self._precision = precision
         self._sharded = is_sharded(runtime)
-        self._masters = None if self._sharded else Masters(model, precision.parameters, ops.accumulate)
+        self._masters = None if self._sharded else Masters(model, precision, ops.accumulate)
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         held = self._masters.parameters if self._masters else dict(model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = held
         """Module name → this rank's parameter: a plain tensor, or a DTensor where sharded."""
+        self.remainders: dict[str, Tensor] = self._make_remainders()
+        """Module name → int16 lower half of what is the upper half of a master."""
         self.moe_layers: list[int] = moe_layers(config.model)
         """Global indices of the layers with experts; the rows of `Sums.counts`."""
         experts, self._sums = config.model.num_experts, accumulate(precision.parameters)
@@ -107,18 +109,29 @@ class NativeBackend:
         Raises:
             UserError: a kernel that the config names is not available here (3).
         """
-        precision, wanted = precision_of(config, runtime.device), needs(config.model)
-        if config.mesh.cp > 1:
-            wanted["attention"] = wanted["attention"].plus("context_parallel")
-        if is_dense(config):
-            wanted = {name: need.without("packed") for name, need in wanted.items()}
-        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, wanted)
+        precision = precision_of(config, runtime.device)
+        ops = cls.choose_ops(config, runtime.device)
         deferral = Deferral()
         asking = deferral.ops(ops) if layout.defers(config) else ops
         model = materialise(config, runtime, asking, precision)
         backend = cls(config, runtime, model, ops, precision, deferral)
         initialise(config, backend.local_entries(), backend.specs)
         return backend
+
+    @classmethod
+    def choose_ops(cls, config: Config, device: torch.device) -> Ops:
+        """The implementation of each operation for the model of a config.
+
+        Raises:
+            UserError: a kernel that the config names is not available on the device (3).
+        """
+        wanted = needs(config.model)
+        if config.mesh.cp > 1:
+            wanted["attention"] = wanted["attention"].plus("context_parallel")
+        if is_dense(config):
+            wanted = {name: need.without("packed") for name, need in wanted.items()}
+        compute = precision_of(config, device).compute
+        return resolve(config.kernels, device, compute, config.determinism, wanted)
 
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
         """All micro-batches of a step; leaves the reduced gradients in `.grad` of `parameters`.
@@ -163,8 +176,7 @@ class NativeBackend:
         """
         dtype = torch.float64 if self._runtime.device.type == "cpu" else self._sums
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
-        total = norms.square().sum() * (1 if self._runtime.place.rep == 0 else 0)
+        total = self.ops.grad_norm(gradients, dtype) * (1 if self._runtime.place.rep == 0 else 0)
         square, whole = self._runtime.sum_world(torch.stack([total, loss.to(dtype)])).unbind()
         return torch.where(torch.isfinite(whole), square.sqrt(), torch.nan), whole
 
@@ -234,7 +246,8 @@ class NativeBackend:
         held = self.parameters if tensors is None else tensors
         if tensors is None and self._masters is not None:
             self._masters.touch()  # Who asks may write to them, as a load does.
-        return local_entries(self._canonical(), self.parameters, held, self._model.holding.experts)
+        lows = self.remainders if tensors is None else {}
+        return local_entries(self._canonical(), self.parameters, held, self._model.holding.experts, lows)
 
     def extra_state(self) -> dict[str, Tensor]:
         """Small tensors to save beside the parameters, by mesh-free name; equal on all ranks of a stage."""
@@ -253,6 +266,12 @@ class NativeBackend:
 
     def _specs(self) -> dict[str, ParamSpec]:
         return param_specs(self._model)
+
+    def _make_remainders(self) -> dict[str, Tensor]:
+        if not self._precision.is_split:
+            return {}
+        highs = {name: local(p) for name, p in self.parameters.items() if p.dtype == self._precision.compute}
+        return {name: torch.zeros_like(high, dtype=torch.int16) for name, high in highs.items()}
 
     def _canonical(self) -> dict[str, Entry]:
         return canonical(self._config.model)

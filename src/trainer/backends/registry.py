@@ -44,7 +44,7 @@ BACKENDS: dict[str, Capabilities] = {
         schedules=("gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"),
         overlap=False,
         recompute=("none", "stage", "full"),
-        precision=("auto", "fp32", "fp64", "master", "bf16"),
+        precision=("auto", "fp32", "fp64", "master", "split", "bf16"),
         balance=("sequence", "micro_batch", "global_batch_lagged", "bias", "none"),
         force=("none", "even", "uniform", "dirichlet"),
     ),
@@ -54,7 +54,7 @@ BACKENDS: dict[str, Capabilities] = {
         schedules=("gpipe", "1f1b"),
         overlap=False,
         recompute=("none",),
-        precision=("auto", "fp32", "master", "bf16"),
+        precision=("auto", "fp32", "master", "split", "bf16"),
         balance=("sequence", "micro_batch", "global_batch_lagged", "none"),
         force=("none", "even", "uniform", "dirichlet"),
         reasons={

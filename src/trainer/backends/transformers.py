@@ -42,7 +42,7 @@ class TransformersBackend(NativeBackend):
             UserError: transformers is missing, or a choice is not available for this model (3).
         """
         precision = precision_of(config, runtime.device)
-        ops = resolve(config.kernels, runtime.device, precision.compute, config.determinism, {})
+        ops = cls.choose_ops(config, runtime.device)
         peer = materialise(config, runtime, ops, precision)
         backend = cls(config, runtime, cast(CausalLM[Any], peer), ops, precision)
         held, mapped = set(backend.parameters), {e.parameter for e in backend._canonical().values()}
@@ -52,6 +52,12 @@ class TransformersBackend(NativeBackend):
         else:
             initialise(config, backend.local_entries(), backend.specs)
         return backend
+
+    @classmethod
+    def choose_ops(cls, config: Config, device: torch.device) -> Ops:
+        """As of our own models; what transformers computes asks nothing of ours."""
+        compute = precision_of(config, device).compute
+        return resolve(config.kernels, device, compute, config.determinism, {})
 
     def ops_record(self) -> dict[str, Any]:
         """What `kernels.json` says: our loss, and what transformers was told for the rest."""
@@ -111,10 +117,10 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
     if config.balance.force != "none":
         peer.force_choices()
     sharded, specs = is_sharded(runtime), peer_specs(config, ops)
+    if precision.is_split or not sharded:
+        cast_for_compute(peer, specs, precision)
     if sharded:
         shard(cast(CausalLM[Any], peer), specs, runtime, precision)
-    else:
-        cast_for_compute(peer, specs, precision)
     peer.to_empty(device=runtime.device)
     peer.settle()
     if sharded:

@@ -22,6 +22,8 @@ from src.trainer.checkpoint.directory import Meta, TensorInfo
 from src.trainer.checkpoint.shards import Shards
 from src.trainer.runtime import Runtime
 
+CAST = {"float32", "bfloat16"}
+"""Dtypes of which a moment may be saved in one and go on in the other (`precision.first_moment`)."""
 SHOWN = 3
 """Names of one pattern that a message spells out."""
 
@@ -87,12 +89,11 @@ def _local_differences(
         if info is None:
             found.append(TensorDifference("missing", name))
             continue
-        for kind, theirs, ours in (
-            ("shape", info.shape, shards.shape),
-            ("dtype", info.dtype, str(shards.dtype).removeprefix("torch.")),
-        ):
-            if theirs != ours:
-                found.append(TensorDifference(kind, name, str(theirs), str(ours)))
+        dtype = str(shards.dtype).removeprefix("torch.")
+        if info.shape != shards.shape:
+            found.append(TensorDifference("shape", name, str(info.shape), str(shards.shape)))
+        if info.dtype != dtype and not ("::" in name and {info.dtype, dtype} == CAST):
+            found.append(TensorDifference("dtype", name, info.dtype, dtype))
     return found
 
 

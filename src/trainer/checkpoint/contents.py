@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from src.trainer.checkpoint.shards import Shards
+from src.trainer.parallel.halves import View, whole
 
 EXTRA = "extra."
 
@@ -25,7 +26,7 @@ class Entry(Protocol):
         ...
 
     @property
-    def parts(self) -> Sequence[tuple[Sequence[int], Tensor]]:
+    def parts(self) -> Sequence[tuple[Sequence[int], View]]:
         """Offsets in the whole tensor and a view of local memory, for each box that this rank holds."""
         ...
 
@@ -38,8 +39,8 @@ class Backend(Protocol):
         """This rank's parameters by their names in the module."""
         ...
 
-    def local_entries(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Entry]:
-        """Canonical name → what this rank holds of it, for tensors that are shaped like the parameters."""
+    def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> Mapping[str, Entry]:
+        """Canonical name → what this rank holds of it, in its masters or in tensors shaped like them."""
         ...
 
     def extra_state(self) -> Mapping[str, Tensor]:
@@ -53,20 +54,20 @@ class Backend(Protocol):
 
 def weights(backend: Backend) -> dict[str, Shards]:
     """This rank's shards of the parameters, as views into them."""
-    return _shards(backend, backend.parameters, "")
+    return _shards(backend.local_entries(), "")
 
 
 def collect(backend: Backend, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Shards]:
     """This rank's shards of everything that is saved, as views into the live tensors."""
     tensors = weights(backend)
     for moment, by_parameter in moments.items():
-        tensors |= _shards(backend, by_parameter, moment_name("", moment))
+        tensors |= _shards(backend.local_entries(by_parameter), moment_name("", moment))
     return tensors | _extra(backend)
 
 
-def _shards(backend: Backend, tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Shards]:
+def _shards(entries: Mapping[str, Entry], suffix: str) -> dict[str, Shards]:
     shards = {}
-    for name, entry in backend.local_entries(tensors).items():
+    for name, entry in entries.items():
         boxes = [(tuple(offsets), view) for offsets, view in entry.parts if view.numel()]
         if boxes:
             shards[name + suffix] = Shards(tuple(entry.shape), boxes)
@@ -79,7 +80,7 @@ def _extra(backend: Backend) -> dict[str, Shards]:
 
 def extra_state(tensors: Mapping[str, Shards]) -> dict[str, Tensor]:
     """The tensors of the backend's extra state among those of `collect`, by its own names."""
-    return {n.removeprefix(EXTRA): s.boxes[0][1] for n, s in tensors.items() if n.startswith(EXTRA)}
+    return {n.removeprefix(EXTRA): whole(s.boxes[0][1]) for n, s in tensors.items() if n.startswith(EXTRA)}
 
 
 def moment_name(parameter: str, moment: str) -> str:

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from src.trainer.parallel.halves import Halves, View, whole
 from src.trainer.runtime import Runtime
 
 METADATA = ".metadata"
@@ -54,7 +55,7 @@ class Shards:
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    boxes: list[tuple[tuple[int, ...], Tensor]]
+    boxes: list[tuple[tuple[int, ...], View]]
     """Offsets in the whole tensor and a view of the local memory, for each box; none is empty."""
 
     @classmethod
@@ -187,12 +188,12 @@ class _SavePlanner(SavePlanner):
     def __init__(self, tensors: Mapping[str, Shards], hook: Callable[[str], None]) -> None:
         self._tensors = tensors
         self._hook = hook
-        self._views: dict[MetadataIndex, Tensor] = {}
+        self._views: dict[MetadataIndex, View] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         for name, shards in self._tensors.items():
             for offsets, view in shards.boxes:
-                self._views[MetadataIndex(name, offsets)] = view.detach()
+                self._views[MetadataIndex(name, offsets)] = view
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(i, view, self._tensors[i.fqn].shape) for i, view in self._views.items()])
@@ -207,10 +208,10 @@ class _SavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         self._hook("item")
-        return self._views[write_item.index]
+        return whole(self._views[write_item.index]).detach()
 
 
-def _write_item(index: MetadataIndex, view: Tensor, shape: tuple[int, ...]) -> WriteItem:
+def _write_item(index: MetadataIndex, view: View, shape: tuple[int, ...]) -> WriteItem:
     assert index.offset is not None
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=index.offset, sizes=view.shape),
@@ -248,7 +249,7 @@ class _LoadPlanner(LoadPlanner):
     def __init__(self, tensors: Mapping[str, Shards]) -> None:
         self._tensors = tensors
         self._views = {
-            MetadataIndex(name, offsets): view.detach()
+            MetadataIndex(name, offsets): view
             for name, shards in tensors.items()
             for offsets, view in shards.boxes
         }
@@ -273,13 +274,19 @@ class _LoadPlanner(LoadPlanner):
         raise AssertionError(f"{read_item} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        view = self._views[read_item.dest_index]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, start, length)
-        return view
+        view = self._view(read_item)
+        if isinstance(view, Halves):  # DCP copies into what it gets.
+            return torch.empty(view.shape, dtype=view.dtype)
+        return view.detach()
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+        view = self._view(read_item)
+        if isinstance(view, Halves):
+            view.copy_(tensor)
+
+    def _view(self, read_item: ReadItem) -> View:
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._views[read_item.dest_index][tuple(slice(start, start + n) for start, n in places)]
 
 
 def _read_items(metadata: Metadata, tensors: Mapping[str, Shards]) -> list[ReadItem]:

@@ -17,6 +17,7 @@ from src.trainer.checkpoint.contents import Backend, is_weight, weights
 from src.trainer.checkpoint.directory import Found, TensorInfo, size_in_bytes
 from src.trainer.checkpoint.find import verified
 from src.trainer.checkpoint.shards import Shards, read
+from src.trainer.parallel.halves import View
 from src.trainer.runtime import Runtime
 
 
@@ -84,7 +85,7 @@ def _read_file(path: Path, tensors: Mapping[str, Shards]) -> None:
                 view.copy_(_box(file.get_slice(name), offsets, view))
 
 
-def _box(stored: object, offsets: tuple[int, ...], view: Tensor) -> Tensor:
+def _box(stored: object, offsets: tuple[int, ...], view: View) -> Tensor:
     spans = tuple(slice(start, start + size) for start, size in zip(offsets, view.shape, strict=True))
     box: Tensor = stored[spans]  # type: ignore[index]
     return box

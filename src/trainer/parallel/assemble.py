@@ -31,10 +31,11 @@ def materialise(config: Config, runtime: Runtime, ops: Ops, precision: Precision
         model = build(config.model, holding_of(config, runtime), ops)
     if sharded:
         model.to(precision.parameters)
+    if precision.is_split or not sharded:
+        cast_for_compute(model, param_specs(model), precision)
+    if sharded:
         shard(model, param_specs(model), runtime, precision)
         model.to_empty(device=runtime.device)
-    else:
-        cast_for_compute(model, param_specs(model), precision)
     model.reset_buffers(runtime.device)
     if sharded:
         settle(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 from src.config import Config
 from src.models.build import ParamSpec
 from src.seeds import generator
+from src.trainer.parallel.halves import View
 from src.trainer.parallel.shards import LocalEntry
 
 BLOCK = 1024
@@ -42,7 +43,7 @@ def initialise(config: Config, entries: Mapping[str, LocalEntry], specs: Mapping
 
 @torch.no_grad()
 def _normal(
-    config: Config, name: str, shape: tuple[int, ...], std: float, offsets: tuple[int, ...], view: Tensor
+    config: Config, name: str, shape: tuple[int, ...], std: float, offsets: tuple[int, ...], view: View
 ) -> None:
     """The box of the canonical tensor that begins at `offsets`, written to `view`."""
     first, *others = offsets

@@ -1,4 +1,4 @@
-"""Master weights of a rank that shares nothing: the model computes in bf16, the update is on fp32 copies.
+"""Master weights of a rank that shares nothing: the model computes in bf16, the update is on fp32 masters.
 
 Where parameters are sharded, FSDP2 keeps the masters and casts them; for one rank alone its gathers and
 reductions would be four copies of the model a step for nothing.
@@ -23,28 +23,35 @@ def cast_for_compute(model: nn.Module, specs: Mapping[str, ParamSpec], precision
 
 
 class Masters:
-    """fp32 copies of the parameters of a model, and the way there and back."""
+    """The masters of a model's parameters, and the way there and back.
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, accumulate: Callable[..., Tensor]) -> None:
-        """`dtype` is that of the masters; what the model holds in it already is its own master.
+    A master is the parameter itself if that has its dtype; else an fp32 copy; or under `precision=split` the
+    parameter as its upper half, once more and with a gradient of its own.
+    """
 
-        `accumulate` is the operation of that name.
-        """
-        self._accumulate = accumulate
+    def __init__(self, model: nn.Module, precision: Precision, accumulate: Callable[..., Tensor]) -> None:
+        """`accumulate` is the operation of that name."""
+        self._accumulate, self._dtype, self._is_split = accumulate, precision.parameters, precision.is_split
         self._held = dict(model.named_parameters())
-        self.parameters: dict[str, nn.Parameter] = {
-            name: p if p.dtype == dtype else nn.Parameter(torch.empty_like(p, dtype=dtype))
-            for name, p in self._held.items()
-        }
+        self.parameters: dict[str, nn.Parameter] = {name: self._master(p) for name, p in self._held.items()}
         """Module name → what the optimizer updates and checkpoints hold."""
-        self._pairs = [(p, self.parameters[name]) for name, p in self._held.items() if p.dtype != dtype]
+        self._pairs = [(p, self.parameters[n]) for n, p in self._held.items() if p is not self.parameters[n]]
         for _, master in self._pairs:
-            master.grad_dtype = None  # A gradient may come in the compute dtype.
+            master.grad_dtype = None  # A gradient may come in another dtype.
         self._is_stale = True
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype == self._dtype:
+            return parameter
+        if self._is_split:
+            return nn.Parameter(parameter.detach())
+        return nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
 
     @property
     def copies(self) -> dict[str, Tensor]:
         """Module name → the tensor in the compute dtype that follows the master of that name."""
+        if self._is_split:
+            return {}
         return {name: p.detach() for name, p in self._held.items() if p is not self.parameters[name]}
 
     def touch(self) -> None:
@@ -54,7 +61,7 @@ class Masters:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the model's weights up to date, if the masters were written to."""
-        if self._is_stale and self._pairs:
+        if self._is_stale and self.copies:
             torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
         self._is_stale = False
 
@@ -69,4 +76,4 @@ class Masters:
             parameter.grad = None
             if gradient is None:
                 continue
-            master.grad = gradient if only else self._accumulate(master.grad, gradient, master.dtype)
+            master.grad = gradient if only else self._accumulate(master.grad, gradient, self._dtype)

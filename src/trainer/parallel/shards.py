@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from src.models.names import Entry
+from src.trainer.parallel.halves import Halves, View
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class LocalEntry:
     """Name of the module's parameter."""
     shape: tuple[int, ...]
     """Shape of the whole canonical tensor."""
-    parts: list[tuple[tuple[int, ...], Tensor]]
+    parts: list[tuple[tuple[int, ...], View]]
     """Offsets in the whole tensor, and a view of this rank's memory; empty if another rank has all of it."""
 
 
@@ -55,6 +56,7 @@ def local_entries(
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     experts: range,
+    remainders: Mapping[str, Tensor],
 ) -> dict[str, LocalEntry]:
     """Canonical name → what this rank holds of it.
 
@@ -63,16 +65,21 @@ def local_entries(
         parameters: this rank's parameters by module name; DTensors where sharded.
         tensors: tensors by module name, shaped like the parameters or like their local shards (moments).
         experts: global ids of the experts that this rank's stacks hold.
+        remainders: lower halves, by module name, of those `tensors` that are upper halves.
     """
     entries: dict[str, LocalEntry] = {}
     shards = {name: shard_of(parameters[name]) for name in tensors}
     for name, entry in canonical.items():
         if entry.parameter not in tensors or (entry.expert is not None and entry.expert not in experts):
             continue
-        held = local(tensors[entry.parameter])
         dim, start = shards[entry.parameter]
         expert = None if entry.expert is None else entry.expert - experts.start
-        entries[name] = LocalEntry(entry.parameter, entry.shape, _parts(entry, held, dim, start, expert))
+        held = _parts(entry, local(tensors[entry.parameter]), dim, start, expert)
+        parts: list[tuple[tuple[int, ...], View]] = [*held]
+        if entry.parameter in remainders:
+            lows = _parts(entry, remainders[entry.parameter], dim, start, expert)
+            parts = [(o, Halves(high, low)) for (o, high), (_, low) in zip(held, lows, strict=True)]
+        entries[name] = LocalEntry(entry.parameter, entry.shape, parts)
     return entries
 
 

@@ -201,6 +201,7 @@ def reduce_gradients(root: nn.Module) -> None:
         group = unit._fsdp_param_group
         if group is not None:
             _fill(group)
+            _keep_wide(group)
             group.post_backward()
     state._root_post_backward_final_callback()
     set_flags(root, last=False)
@@ -235,6 +236,18 @@ def _fill(group: Any) -> None:
     for parameter in group.fsdp_params:
         if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
             parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+
+
+def _keep_wide(group: Any) -> None:
+    """Leave gradients in the dtype of their reduction, be the parameters narrower (`precision=split`).
+
+    Each time, since a gather outside a forward settles the dtypes of a unit anew.
+    """
+    if group._reduce_dtype in (None, group._orig_dtype):
+        return
+    group._orig_dtype = group._reduce_dtype
+    for parameter in group.fsdp_params:
+        parameter.sharded_param.grad_dtype = None
 
 
 def _received(works: Sequence[dist.Work], infos: Sequence[Any]) -> Tensor:

@@ -1,0 +1,339 @@
+"""Inputs of every operation, with which each of its implementations is compared with the reference (REG-5).
+
+A new implementation is picked up by what it declares; a new operation wants a function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.kernels.adamw import Adam
+from src.kernels.declaration import Need
+from src.kernels.sort_by_expert import Order, sort_by_expert
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call."""
+
+    name: str
+    graded: Sequence[Tensor]
+    """Tensors whose gradients count; of none, the operation has no backward or writes in place."""
+    call: Callable[..., Any]
+    """From an implementation and the tensors, these and the others, to a tensor or several."""
+    others: Sequence[Tensor] = ()
+    """More tensors; floating ones are given to the reference in fp64, as the graded are."""
+    need: Need = field(default_factory=Need)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors on a device, the same on each: drawn on the CPU and rounded to the dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=self.generator).mul_(std)
+        return x.to(self.device, dtype or self.dtype)
+
+    def positive(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.normal(*shape, dtype=dtype).abs_().add_(0.1)
+
+    def whole(self, below: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator).to(self.device, dtype)
+
+    def ids(self, tokens: int, experts: int, top_k: int) -> Tensor:
+        """int32 [T,K], distinct in each row."""
+        order = torch.rand(tokens, experts, generator=self.generator).argsort(1)
+        return order[:, :top_k].to(self.device, torch.int32)
+
+    def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32."""
+        angles = self.normal(*shape, dtype=torch.float32)
+        return angles.cos(), angles.sin()
+
+    def ends(self, *counts: int) -> Tensor:
+        """int32 ends of the experts' rows."""
+        return torch.tensor(counts).cumsum(0).to(self.device, torch.int32)
+
+
+DOCUMENTS = ((0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2), (3, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5))
+"""Of two samples of 11 positions: one of a single token, none over the end of a sample."""
+HEADS = {"mha": (4, 4, 16, 16), "gqa": (4, 2, 16, 16), "unequal": (4, 4, 24, 8), "both": (6, 2, 24, 16)}
+
+
+def attention(draw: Draw) -> Iterator[Example]:
+    for heads, packed, windowed, sinks in product(HEADS, (False, True), (False, True), (False, True)):
+        H, G, C, U = HEADS[heads]
+        window = (99 if heads == "mha" else 3) if windowed else None  # One that is wider than the samples.
+        documents = torch.tensor(DOCUMENTS, device=draw.device, dtype=torch.int32) if packed else None
+        features = {"unequal": {"unequal_widths"}, "gqa": {"gqa"}, "both": {"unequal_widths", "gqa"}}
+        has = features.get(heads, set()) | ({"packed"} if packed else set())
+        has |= ({"window"} if window else set()) | ({"sinks"} if sinks else set())
+        graded = [draw.normal(2, 11, H, C), draw.normal(2, 11, G, C), draw.normal(2, 11, G, U)]
+        more = [draw.normal(H)] if sinks else []
+
+        def call(
+            function: Any, q: Tensor, k: Tensor, v: Tensor, *a: Tensor,
+            documents: Tensor | None = documents, window: int | None = window,
+        ) -> Any:  # fmt: skip
+            extra = (window, *(a or (None,))) if window or a else ()
+            return function(q, k, v, 0.3, documents, *extra)
+
+        need = Need(frozenset(has), {"key": C, "value": U})
+        yield Example(" ".join([heads, *sorted(has)]), [*graded, *more], call, need=need)
+
+
+LOADS = {"uneven": (3, 0, 6), "all to one": (0, 9, 0), "tail": (2, 1, 4), "no rows": (0, 0, 0)}
+WIDTHS = {"odd": (5, 7), "whole": (16, 24)}
+
+
+def grouped_mm(draw: Draw) -> Iterator[Example]:
+    for load, width in product(LOADS, WIDTHS):
+        rows, (D, M) = 0 if load == "no rows" else 9, WIDTHS[width]
+        yield Example(
+            f"{load}, {width}",
+            [draw.normal(rows, D), draw.normal(3, M, D)],
+            lambda function, x, w, offs: function(x, w, offs),
+            [draw.ends(*LOADS[load])],
+            Need(widths={"hidden_size": D, "expert_size": M}),
+        )
+
+
+def expert_bias(draw: Draw) -> Iterator[Example]:
+    for load in ("uneven", "tail"):
+        yield Example(
+            load,
+            [draw.normal(9, 7), draw.normal(3, 7)],
+            lambda function, rows, bias, offs: function(rows, bias, offs),
+            [draw.ends(*LOADS[load])],
+        )
+
+
+RULES: Mapping[str, dict[str, Any]] = {
+    "softmax": {"groups": 1, "groups_kept": 1, "renormalise": False, "scale": 1.0},
+    "renormalised": {"groups": 1, "groups_kept": 1, "renormalise": True, "scale": 2.5},
+    "groups": {"groups": 5, "groups_kept": 2, "renormalise": True, "scale": 1.0},
+    "chosen": {"groups": 1, "groups_kept": 1, "renormalise": False, "scale": 1.0}
+    | {"scoring": "softmax_of_chosen"},
+}
+
+
+def route(draw: Draw) -> Iterator[Example]:
+    for rule, tokens in product(RULES, (7, 0)):
+        yield Example(
+            f"{rule}, {tokens} tokens",
+            [draw.normal(tokens, 15, dtype=torch.float32)],
+            lambda function, logits, rule=rule: function(logits, 3, **RULES[rule]),
+        )
+
+
+def sort_example(draw: Draw) -> Iterator[Example]:
+    for tokens in (7, 0):
+        yield Example(
+            f"{tokens} tokens", [], lambda function, ids: function(ids, 5), [draw.ids(tokens, 5, 3)]
+        )
+
+
+def _order(draw: Draw, tokens: int, experts: int, top_k: int) -> Order:
+    return sort_by_expert(draw.ids(tokens, experts, top_k), experts)
+
+
+def permute(draw: Draw) -> Iterator[Example]:
+    for tokens in (7, 0):
+        order = _order(draw, tokens, 5, 3)
+        yield Example(
+            f"{tokens} tokens",
+            [draw.normal(tokens, 5)],
+            lambda function, x, *order: function(x, *order, 3),
+            order[:2],
+        )
+
+
+def unpermute(draw: Draw) -> Iterator[Example]:
+    for tokens in (7, 0):
+        order = _order(draw, tokens, 5, 3)
+        yield Example(
+            f"{tokens} tokens",
+            [draw.normal(tokens * 3, 5)],
+            lambda function, y, *order: function(y, *order, 3),
+            order[:2],
+        )
+
+
+def combine(draw: Draw) -> Iterator[Example]:
+    for tokens in (7, 0):
+        weights = draw.positive(tokens, 3, dtype=torch.float32)
+        yield Example(
+            f"{tokens} tokens",
+            [draw.normal(tokens, 3, 5), weights, draw.normal(tokens, 5)],
+            lambda function, *tensors: function(*tensors),
+        )
+
+
+def local_experts(draw: Draw) -> Iterator[Example]:
+    order = _order(draw, 11, 4, 2)
+    for width, (D, F) in {"odd": (6, 5), "whole": (128, 64)}.items():
+        weights = draw.positive(11, 2, dtype=torch.float32)
+        experts = [draw.normal(4, 2 * F, D, std=D**-0.5), draw.normal(4, D, F, std=F**-0.5)]
+        yield Example(
+            width,
+            [draw.normal(11, D), weights, draw.normal(11, D), *experts],
+            lambda function, x, w, residual, up, down, *order: function(
+                x, w, residual, Order(*order), up, down
+            ),
+            order,
+            Need(widths={"hidden_size": D, "expert_size": F}),
+        )
+
+
+def swiglu(draw: Draw) -> Iterator[Example]:
+    for rows, width in ((5, 37), (0, 8), (2, 1100)):
+        yield Example(f"{rows}x{width}", [draw.normal(rows, 2 * width)], lambda function, x: function(x))
+    yield Example(
+        "clamped",
+        [draw.normal(5, 74, std=2.0)],
+        lambda function, x: function(x, limit=0.7, alpha=1.702),
+        need=Need(frozenset({"clamped"})),
+    )
+
+
+def rms_norm(draw: Draw) -> Iterator[Example]:
+    for rows in (5, 0):
+        yield Example(
+            f"{rows} rows",
+            [draw.normal(rows, 37), draw.positive(37)],
+            lambda function, x, w: function(x, w, 1e-3),
+        )
+
+
+def rope(draw: Draw) -> Iterator[Example]:
+    for interleaved in (True, False):
+        yield Example(
+            "neighbours" if interleaved else "halves",
+            [draw.normal(2, 5, 3, 6)],
+            lambda function, *x, interleaved=interleaved: function(*x, interleaved=interleaved),
+            draw.angles(2, 5, 3),
+        )
+
+
+def rotary_heads(draw: Draw) -> Iterator[Example]:
+    for tokens, normed in ((19, True), (3, False), (0, True)):
+        gains = [draw.positive(10), draw.positive(10)] if normed else []
+
+        def call(function: Any, q: Tensor, k: Tensor, *rest: Tensor) -> Any:
+            *gains, cos, sin = rest
+            return function(q, k, cos, sin, *((tuple(gains), 1e-5) if gains else ()))
+
+        graded = [draw.normal(1, tokens, 3, 10), draw.normal(1, tokens, 1, 10), *gains]
+        name = f"{tokens} tokens, {'normed' if normed else 'plain'}"
+        yield Example(name, graded, call, draw.angles(1, tokens, 5))
+
+
+def latent_heads(draw: Draw) -> Iterator[Example]:
+    for H, nope, rotated, value in ((3, 5, 6, 7), (4, 8, 4, 8)):
+        graded = [draw.normal(2, 5, H, nope + rotated), draw.normal(2, 5, H, nope + value)]
+        yield Example(
+            f"{H} heads",
+            [*graded, draw.normal(2, 5, rotated)],
+            lambda function, *tensors: function(*tensors),
+            draw.angles(2, 5, rotated // 2),
+        )
+
+
+def router_linear(draw: Draw) -> Iterator[Example]:
+    yield Example(
+        "fp32 weight",
+        [draw.normal(9, 40), draw.normal(5, 40, dtype=torch.float32)],
+        lambda function, x, w: function(x, w),
+    )
+
+
+def linear(draw: Draw) -> Iterator[Example]:
+    for bias in (True, False):
+        graded = [draw.normal(2, 9, 24), draw.normal(16, 24), *([draw.normal(16)] if bias else [])]
+        yield Example("bias" if bias else "plain", graded, lambda function, *tensors: function(*tensors))
+
+
+def linear_cross_entropy(draw: Draw) -> Iterator[Example]:
+    for rows, ids in ((9, 33), (0, 8)):
+        labels = draw.whole(ids, rows)
+        labels[::3] = -100
+        yield Example(
+            f"{rows} rows",
+            [draw.normal(rows, 8), draw.normal(ids, 8)],
+            lambda function, h, w, labels, scale: function(h, w, labels, scale),
+            [labels, torch.tensor(0.25, device=draw.device)],
+        )
+
+
+def accumulate(draw: Draw) -> Iterator[Example]:
+    total = draw.normal(5000, dtype=torch.float32)
+    yield Example(
+        "onto a sum",
+        [],
+        lambda function, total, part: function(total.clone(), part, total.dtype),
+        [total, draw.normal(5000)],
+    )
+    yield Example(
+        "the first",
+        [],
+        lambda function, part, like: function(None, part, like.dtype),
+        [draw.normal(5000), total[:0]],
+    )
+
+
+def adamw(draw: Draw) -> Iterator[Example]:
+    for clip, skip, follows in ((0.5, 0.0, True), (None, 0.0, False), (0.25, 1.0, False)):
+        numbers = [torch.tensor(x, device=draw.device) for x in (3.0, clip or 1.0, skip)]
+
+        def call(
+            function: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor,
+            numbers: list[Tensor] = numbers, clipped: bool = clip is not None, follows: bool = follows,
+        ) -> Any:  # fmt: skip
+            step, clip, skip = numbers
+            adam = Adam(0.01, (0.9, 0.999), 1e-8, step, clip if clipped else None, skip)
+            written = [p.clone(), m.clone(), v.clone(), *([torch.zeros_like(g)] if follows else [])]
+            function(written[0], g.clone(), *written[1:3], written[3] if follows else None, 0.3, adam)
+            return written
+
+        fp32 = {"dtype": torch.float32}
+        tensors = [draw.normal(2500, **fp32), draw.normal(2500), draw.normal(2500, **fp32)]
+        yield Example(f"clip {clip}, skip {skip}", [], call, [*tensors, draw.positive(2500, **fp32)])
+
+
+EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
+    "attention": attention,
+    "grouped_mm": grouped_mm,
+    "expert_bias": expert_bias,
+    "route": route,
+    "sort_by_expert": sort_example,
+    "permute": permute,
+    "unpermute": unpermute,
+    "combine": combine,
+    "local_experts": local_experts,
+    "swiglu": swiglu,
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "rotary_heads": rotary_heads,
+    "latent_heads": latent_heads,
+    "router_linear": router_linear,
+    "linear": linear,
+    "linear_cross_entropy": linear_cross_entropy,
+    "accumulate": accumulate,
+    "adamw": adamw,
+}
+"""Operation → its examples."""
+
+
+def examples(operation: str, device: torch.device, dtype: torch.dtype) -> list[Example]:
+    """Of an operation, with tensors of that dtype where a model has its compute dtype."""
+    return list(EXAMPLES[operation](Draw(device, dtype)))
