@@ -36,7 +36,7 @@ OPERATIONS = {
 }
 """Script of operations → its results."""
 NOTHING = "Nothing has been recorded yet."
-SCHEMA = (ROOT / "src/config.py", ROOT / "src/models/schema.py")
+SCHEMA = tuple(ROOT / "src" / name for name in ("config.py", "config_compute.py", "models/schema.py"))
 
 
 def main() -> int:

@@ -129,5 +129,5 @@ def unknown(key: str, origin: str, known: Schema) -> Problem:
             key, f"renamed to {name} in version {since}, set by {origin}", f"type {name}", "CFG-13"
         )
     best = nearest(key, known)
-    fix = f"did you mean {best}?" if best else "--help lists the groups, src/config.py every key"
+    fix = f"did you mean {best}?" if best else "--help lists the groups, docs/options.md every key"
     return Problem(key, f"unknown key, set by {origin}", fix, "CFG-1")

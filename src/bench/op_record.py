@@ -16,7 +16,7 @@ from src.bench.record import FIELDS as MODEL_FIELDS
 from src.bench.record import FLAG, MAYBE_NUMBER, MEASURED, NUMBER, OUT_OF_MEMORY, TEXT, Maybe, read
 from src.bench.table import shown, verdict
 
-SCHEMA = 1
+SCHEMA = 2
 BOUNDS = ("gemm", "copy", "none")
 
 FIELDS: dict[str, Any] = {

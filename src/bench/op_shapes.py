@@ -75,7 +75,7 @@ def popularity(experts: int, load: str, device: torch.device) -> Tensor | None:
     """
     if load == "balanced":
         return None
-    squares_E = torch.randn(experts, generator=torch.Generator().manual_seed(5)).square()
+    squares_E = torch.empty(experts).normal_(generator=torch.Generator().manual_seed(5)).square()
     return (squares_E / squares_E.sum()).clamp(min=1e-9).to(device)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,31 +129,41 @@ def loss_passes(name: str, heads: Heads, where: Place) -> Subject:
     """From the logits of a chunk of tokens to their losses and gradient: read twice and written once."""
     rows, V = min(FUSED_ROWS, heads.layer.tokens), heads.vocabulary
     cost = {TRAINING: Cost(bytes=3 * rows * V * where.dtype.itemsize)}
-
-    def make() -> Inputs:
-        labels_C = torch.randint(V, (rows,), device=where.device, generator=where.draws)
-        scale = torch.tensor(1 / rows, device=where.device)
-        losses_C = torch.empty(rows, dtype=torch.float32, device=where.device)
-        logits_CV, copy_CV = where.leaf(rows, V), torch.empty(rows, V, device=where.device, dtype=where.dtype)
-        found = {"logits": logits_CV, "labels": labels_C, "scale": scale}
-        return found | {"losses": losses_C, "written": copy_CV}
-
-    def call(inputs: Inputs) -> Any:
-        losses_C = F.cross_entropy(inputs["logits"].float(), inputs["labels"], reduction="none")
-        return losses_C.sum() * inputs["scale"]
-
-    def library(inputs: Inputs) -> Any:
-        return torch.autograd.grad(call(inputs), inputs["logits"])
-
-    def fused(inputs: Inputs) -> None:
-        fused_losses(inputs["written"], inputs["labels"], inputs["scale"], inputs["losses"], grad=True)
-
-    def reset(inputs: Inputs) -> None:
-        inputs["written"].copy_(inputs["logits"].detach())
-
-    there, _ = where.split("linear_cross_entropy")
-    sides = [Side(("loss_passes", "torch"), call, cost, training=library, is_auto="triton" not in there)]
-    if "triton" in there:
-        ours = Side(("loss_passes", "triton"), fused, cost, training=fused, reset=reset, is_auto=True)
+    is_fused = "triton" in where.split("linear_cross_entropy")[0]
+    sides = [Side(("loss_passes", "torch"), _loss, cost, training=_loss_gradient, is_auto=not is_fused)]
+    if is_fused:
+        ours = Side(("loss_passes", "triton"), _fused, cost, training=_fused, reset=_reset, is_auto=True)
         sides.append(ours)
-    return Subject(name, {"rows": rows, "vocabulary": V}, make, sides, ("loss_passes", "torch"))
+    sizes = {"rows": rows, "vocabulary": V}
+    return Subject(name, sizes, partial(_logits, rows, V, where), sides, ("loss_passes", "torch"))
+
+
+def _logits(rows: int, vocabulary: int, where: Place) -> Inputs:
+    logits_CV = where.leaf(rows, vocabulary)
+    return {
+        "logits": logits_CV,
+        "written": torch.empty_like(logits_CV, requires_grad=False),
+        "labels": torch.empty(rows, dtype=torch.int64, device=where.device).random_(
+            vocabulary, generator=where.draws
+        ),
+        "losses": torch.empty(rows, dtype=torch.float32, device=where.device),
+        "scale": torch.tensor(1 / rows, device=where.device),
+    }
+
+
+def _loss(inputs: Inputs) -> Any:
+    losses_C = F.cross_entropy(inputs["logits"].float(), inputs["labels"], reduction="none")
+    return losses_C.sum() * inputs["scale"]
+
+
+def _loss_gradient(inputs: Inputs) -> Any:
+    return torch.autograd.grad(_loss(inputs), inputs["logits"])
+
+
+def _fused(inputs: Inputs) -> None:
+    fused_losses(inputs["written"], inputs["labels"], inputs["scale"], inputs["losses"], grad=True)
+
+
+def _reset(inputs: Inputs) -> None:
+    """The kernel has put the gradient in the place of the logits."""
+    inputs["written"].copy_(inputs["logits"].detach())

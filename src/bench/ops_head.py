@@ -56,9 +56,8 @@ def subjects(name: str, shape: Shape, where: Place) -> Sequence[Subject]:
 
 
 def _make(shape: Shape, where: Place) -> Inputs:
-    labels = torch.randint(
-        shape.vocabulary, (shape.tokens,), device=where.device, generator=where.draws, dtype=torch.int64
-    )
+    labels = torch.empty(shape.tokens, device=where.device, dtype=torch.int64)
+    labels.random_(shape.vocabulary, generator=where.draws)
     return {
         "h": where.leaf(shape.tokens, shape.width),
         "w": where.leaf(shape.vocabulary, shape.width, std=shape.width**-0.5),

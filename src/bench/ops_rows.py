@@ -75,44 +75,52 @@ def norm(shape: Shape, where: Place) -> Operation:
 
 def routing(shape: Shape, where: Place) -> list[Operation]:
     """The router's logits, choice of experts, order of rows, and forward the last two together (PERF-10)."""
-    T, E, K = shape.tokens, shape.experts, shape.top_k
-    scores, chosen = T * E * WIDE, shape.rows * WIDE
-    tokens, weight = T * shape.width * where.dtype.itemsize, E * shape.width * WIDE
-    sort = where.ops().sort_by_expert
-
-    def linear() -> Inputs:
-        x_TD, w_ED = where.leaf(T, shape.width), where.leaf(E, shape.width, std=0.02, dtype=torch.float32)
-        return {"x": x_TD, "w": w_ED, "grad": where.normal(T, E, dtype=torch.float32)}
-
-    def project(function: Callable[..., Any], inputs: Inputs) -> Any:
-        return function(inputs["x"], inputs["w"])
+    scores, chosen = shape.tokens * shape.experts * WIDE, shape.rows * WIDE
+    ids, sort = partial(_ids, shape, where), where.ops().sort_by_expert
 
     def scored() -> Inputs:
-        logits_TE = where.leaf(T, E, dtype=torch.float32)
-        return {"logits": logits_TE, "grad": where.normal(T, K, dtype=torch.float32)}
+        sizes = (shape.tokens, shape.experts), (shape.tokens, shape.top_k)
+        return {
+            "logits": where.leaf(*sizes[0], dtype=torch.float32),
+            "grad": where.normal(*sizes[1], dtype=torch.float32),
+        }
 
     def route(function: Callable[..., Any], inputs: Inputs) -> Any:
         groups = {"groups": 1, "groups_kept": 1, "renormalise": True, "scale": 1.0}
-        return function(inputs["logits"], K, **groups)
+        return function(inputs["logits"], shape.top_k, **groups)
 
     def weigh(function: Callable[..., Any], inputs: Inputs) -> Any:
         return route(function, inputs).weights_TK
 
     def order(function: Callable[..., Any], inputs: Inputs) -> Any:
-        return function(inputs["ids"], E)
+        return function(inputs["ids"], shape.experts)
 
     def both(function: Callable[..., Any], inputs: Inputs) -> Any:
-        return sort(route(function, inputs).ids_TK, E)
+        return sort(route(function, inputs).ids_TK, shape.experts)
 
-    ids = partial(_ids, shape, where)
-    forward = 2 * scores + 2 * chosen
-    product = (tokens + weight + scores, 2 * tokens + 2 * weight + scores)
+    forward, sorting = 2 * scores + 2 * chosen, 3 * chosen + shape.experts * WIDE
     return [
-        Operation("router_linear", project, linear, *product, ("x", "w")),
+        router(shape, where),
         Operation("route", weigh, scored, forward, 2 * scores + 2 * chosen, ("logits",)),
-        Operation("sort_by_expert", order, lambda: {"ids": ids()}, 3 * chosen + E * WIDE, None),
-        Operation("route_and_sort", both, scored, forward + 3 * chosen, None, registry="route"),
+        Operation("sort_by_expert", order, lambda: {"ids": ids()}, sorting, None),
+        Operation("route_and_sort", both, scored, forward + sorting, None, registry="route"),
     ]
+
+
+def router(shape: Shape, where: Place) -> Operation:
+    """x, w, logits; x, w, their gradients and that of the logits."""
+    T, E, D = shape.tokens, shape.experts, shape.width
+    tokens, weight, logits = T * D * where.dtype.itemsize, E * D * WIDE, T * E * WIDE
+
+    def make() -> Inputs:
+        x_TD, w_ED = where.leaf(T, D), where.leaf(E, D, std=0.02, dtype=torch.float32)
+        return {"x": x_TD, "w": w_ED, "grad": where.normal(T, E, dtype=torch.float32)}
+
+    def project(function: Callable[..., Any], inputs: Inputs) -> Any:
+        return function(inputs["x"], inputs["w"])
+
+    moved = (tokens + weight + logits, 2 * tokens + 2 * weight + logits)
+    return Operation("router_linear", project, make, *moved, ("x", "w"))
 
 
 def _ids(shape: Shape, where: Place) -> Tensor:

@@ -93,7 +93,12 @@ def quack_local_experts(
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
 ) -> Tensor:
-    """`local_experts` by QuACK's products, which apply the activation and its gradient as they store."""
+    """`local_experts` by QuACK's products, which apply the activation and its gradient as they store.
+
+    Its kernels take no empty rows; without tokens the reference keeps the graph.
+    """
+    if not tokens_TD.shape[0]:
+        return local_experts(tokens_TD, weights_TK, residual_TD, order, gate_up_E2FD, down_EDF)
     out_TD: Tensor = _LocalExperts.apply(  # type: ignore[no-untyped-call]
         tokens_TD.contiguous(),
         weights_TK.contiguous(),

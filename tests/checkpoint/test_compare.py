@@ -68,8 +68,8 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
         [f"{GATE}: shape (5, 6) in the checkpoint, (6, 5) in the model"],
     ),
     "recast": (
-        lambda m: m["tensors"][NORM + "::exp_avg"].update(dtype="bfloat16"),
-        [f"{NORM}::exp_avg: dtype bfloat16 in the checkpoint, float32 in the model"],
+        lambda m: m["tensors"][NORM + "::exp_avg_sq"].update(dtype="bfloat16"),
+        [f"{NORM}::exp_avg_sq: dtype bfloat16 in the checkpoint, float32 in the model"],
     ),
 }
 

@@ -310,6 +310,13 @@ def adamw(draw: Draw) -> Iterator[Example]:
         yield Example(f"clip {clip}, skip {skip}", [], call, [*tensors, draw.positive(2500, **fp32)])
 
 
+def grad_norm(draw: Draw) -> Iterator[Example]:
+    def call(function: Any, *tensors: Tensor) -> Any:
+        return function(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
+
+    yield Example("tensors of three sizes", [], call, [draw.normal(5), draw.normal(3, 7), draw.normal(70000)])
+
+
 EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "attention": attention,
     "grouped_mm": grouped_mm,
@@ -329,6 +336,7 @@ EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "linear": linear,
     "linear_cross_entropy": linear_cross_entropy,
     "accumulate": accumulate,
+    "grad_norm": grad_norm,
     "adamw": adamw,
 }
 """Operation → its examples."""

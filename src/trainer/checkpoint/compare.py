@@ -22,8 +22,8 @@ from src.trainer.checkpoint.directory import Meta, TensorInfo
 from src.trainer.checkpoint.shards import Shards
 from src.trainer.runtime import Runtime
 
-CAST = {"float32", "bfloat16"}
-"""Dtypes of which a moment may be saved in one and go on in the other (`precision.first_moment`)."""
+FIRST_MOMENT, CAST = "::exp_avg", {"float32", "bfloat16"}
+"""What may be saved in one of these dtypes and go on in the other (`precision.first_moment`)."""
 SHOWN = 3
 """Names of one pattern that a message spells out."""
 
@@ -92,7 +92,7 @@ def _local_differences(
         dtype = str(shards.dtype).removeprefix("torch.")
         if info.shape != shards.shape:
             found.append(TensorDifference("shape", name, str(info.shape), str(shards.shape)))
-        if info.dtype != dtype and not ("::" in name and {info.dtype, dtype} == CAST):
+        if info.dtype != dtype and not (name.endswith(FIRST_MOMENT) and {info.dtype, dtype} == CAST):
             found.append(TensorDifference("dtype", name, info.dtype, dtype))
     return found
 

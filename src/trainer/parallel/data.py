@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from src.models.build import CausalLM, ParamSpec
-from src.trainer.parallel.pipeline.adapter import set_flags
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
 
@@ -56,6 +55,16 @@ def shard(
     for method in ("loss", "logits"):
         register_fsdp_forward_method(model, method)
     set_flags(model, last=False)
+
+
+def set_flags(root: nn.Module, last: bool) -> None:
+    """Whether the next backward reduces and reshards; it must not but in `reduce_gradients` (ENG-16)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(root, FSDPModule)
+    root.set_is_last_backward(last)
+    root.set_reshard_after_backward(last)
+    root.set_requires_gradient_sync(last)
 
 
 def make_unit(module: nn.Module, mesh: DeviceMesh, precision: Precision, stacks: bool = False) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from src.trainer.parallel.data import set_flags
 from src.trainer.parallel.pipeline.program import Program
 from src.trainer.parallel.pipeline.schedule import Action, Table, Turn, round_size
 
@@ -221,16 +222,6 @@ def settle(root: nn.Module) -> None:
     fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
 
 
-def set_flags(root: nn.Module, last: bool) -> None:
-    """Whether the next backward reduces and reshards; it must not but in `reduce_gradients` (ENG-16)."""
-    from torch.distributed.fsdp import FSDPModule
-
-    assert isinstance(root, FSDPModule)
-    root.set_is_last_backward(last)
-    root.set_reshard_after_backward(last)
-    root.set_requires_gradient_sync(last)
-
-
 def _fill(group: Any) -> None:
     """Zeros where a parameter of a unit got no gradient on this rank."""
     for parameter in group.fsdp_params:
@@ -239,15 +230,11 @@ def _fill(group: Any) -> None:
 
 
 def _keep_wide(group: Any) -> None:
-    """Leave gradients in the dtype of their reduction, be the parameters narrower (`precision=split`).
-
-    Each time, since a gather outside a forward settles the dtypes of a unit anew.
-    """
-    if group._reduce_dtype in (None, group._orig_dtype):
-        return
-    group._orig_dtype = group._reduce_dtype
-    for parameter in group.fsdp_params:
-        parameter.sharded_param.grad_dtype = None
+    """Leave gradients in the dtype of their reduction; a gather outside a forward settles it anew."""
+    if group._reduce_dtype not in (None, group._orig_dtype):  # As with `precision=split`.
+        group._orig_dtype = group._reduce_dtype
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad_dtype = None
 
 
 def _received(works: Sequence[dist.Work], infos: Sequence[Any]) -> Tensor:
