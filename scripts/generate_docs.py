@@ -16,7 +16,7 @@ from pathlib import Path
 from types import GenericAlias, UnionType
 from typing import Any, get_type_hints
 
-from src.bench import record
+from src.bench import op_record, record
 from src.bench.table import COLUMNS, NEWEST_COLUMNS, newest_rows, row_of
 from src.config import Config
 from src.errors import EXIT_CODES
@@ -30,6 +30,11 @@ from src.models.schema import FAMILIES, ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RESULTS = "benchmarks/bench_model.jsonl"
+OPERATIONS = {
+    name: f"benchmarks/bench_{name}.jsonl"
+    for name in ("moe", "attention", "head", "optimizer", "elementwise")
+}
+"""Script of operations → its results."""
 NOTHING = "Nothing has been recorded yet."
 SCHEMA = tuple(ROOT / "src" / name for name in ("config.py", "config_compute.py", "models/schema.py"))
 
@@ -146,6 +151,20 @@ def speed() -> str:
     return table(NEWEST_COLUMNS, rows) if rows else NOTHING
 
 
+def operations() -> str:
+    """Of each script of operations the newest line of each side and case."""
+    parts = []
+    for name in OPERATIONS:
+        lines = op_record.newest(op_record.read_current(ROOT / f"benchmarks/bench_{name}.jsonl"))
+        rows = [
+            (line["date"][:10], (line["commit"] or "-")[:7], line["card"]["name"], *op_record.row_of(line))
+            for line in lines
+        ]
+        if rows:
+            parts.append(f"### {name}\n\n{table(('date', 'commit', 'card', *op_record.COLUMNS), rows)}")
+    return "\n\n".join(parts) or NOTHING
+
+
 HEAD = ("key", "takes", "default", "meaning")
 
 
@@ -202,6 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "benchmarks": benchmarks,
     "speed": speed,
+    "operations": operations,
 }
 """Name of a block → what makes it."""
 

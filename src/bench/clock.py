@@ -25,16 +25,8 @@ class Ceilings:
     """10^9 bytes a second, read and written ones counted."""
 
 
-def time_calls(
-    call: Callable[[], object],
-    count: int,
-    device: torch.device,
-    ahead: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Milliseconds of each of `count` calls; on a GPU between events, so that the host may run ahead.
-
-    `ahead` issues work that is not timed, for which the host need not wait either.
-    """
+def time_calls(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `count` calls; on a GPU between events, so that the host may run ahead."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(count):
@@ -43,7 +35,6 @@ def time_calls(
         return [1e3 * (after - before) for before, after in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
-    ahead()
     events[0].record()
     for event in events[1:]:
         call()

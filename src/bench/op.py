@@ -7,39 +7,26 @@ so that whatever drifts drifts for all (BENCH-1 to BENCH-3).
 from __future__ import annotations
 
 import gc
-import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from src.bench.clock import time_calls
 from src.bench.place import Key, Place
+from src.bench.stopwatch import CACHE, Inputs, Rotation, Stopwatch, Warm
 
 FORWARD, TRAINING = "fwd", "fwd+bwd"
 DIRECTIONS = (FORWARD, TRAINING)
-CACHE = {"cuda": 180 << 20, "cpu": 1 << 16}
-"""Bytes of other inputs between two uses of one. A call touches a third of its set, so an L2 of 60 MB holds
-nothing of it."""
 BLOCKS = 3
 """Blocks a side, in turn."""
-WARMUP = 2
-"""Calls of a side before anything is timed, after the one that compiles."""
-AHEAD = 4096
-"""Side of the products that keep a GPU busy until the host has issued a block."""
-AHEAD_MS = 60.0
-"""They take no longer than this."""
-
-Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call has to do at least, by formula; None where it does not count."""
+    """What one call has to do at least, by formula: operations of products, or bytes where memory bounds."""
 
     flops: int | None = None
     bytes: int | None = None
@@ -60,6 +47,12 @@ class Side:
     """Inputs that are upstream gradients."""
     training: Callable[[Inputs], Any] | None = None
     """Forward and backward, where autograd is not what joins them."""
+    reset: Callable[[Inputs], object] = lambda inputs: None
+    """What is done to inputs before each call and not timed, where a call writes over them."""
+    is_auto: bool = False
+    """Whether `kernels=auto` takes it here."""
+    is_compiled: bool = False
+    """Whether torch's compiler has it."""
 
     def run(self, direction: str, inputs: Inputs) -> Any:
         """One call; gradients are returned, never accumulated."""
@@ -95,15 +88,17 @@ class Subject:
 
 @dataclass
 class Timing:
-    """What was measured of one side in one direction; without times it had no room."""
+    """What was measured of one side in one direction; without times or an error it had no room."""
 
     subject: Subject
     side: Side
     direction: str
+    warm: Warm = field(default_factory=Warm)
+    """Of the first calls."""
     blocks: list[list[float]] = field(default_factory=list)
     """Milliseconds of each call of each block."""
-    peak_bytes: int | None = None
-    """Most memory that a call allocated beyond its inputs; None on a CPU."""
+    error: str | None = None
+    """Why it was not measured, where that was not memory."""
     other: Timing | None = None
     """What it is compared with."""
 
@@ -113,85 +108,14 @@ class Timing:
         return [time for block in self.blocks for time in block]
 
     @property
+    def medians(self) -> list[float]:
+        """Median of each block in milliseconds."""
+        return [statistics.median(block) for block in self.blocks]
+
+    @property
     def median(self) -> float:
         """Median of the blocks' medians in milliseconds."""
-        return statistics.median(map(statistics.median, self.blocks))
-
-
-class Rotation:
-    """Sets of inputs one after the other: before one comes again, a cache has seen as much as it holds."""
-
-    def __init__(self, make: Callable[[], Inputs], cache: int) -> None:
-        first = make()
-        self.size = max(1, sum(tensor.nbytes for tensor in tensors(first)))
-        others = math.ceil(cache / self.size)
-        self.sets = [first, *(make() for _ in range(others))]
-        self._calls = 0
-
-    def next(self) -> Inputs:
-        """The set whose last use is longest ago."""
-        self._calls += 1
-        return self.sets[(self._calls - 1) % len(self.sets)]
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Those in a set of inputs, however nested."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors(part)
-
-
-class Stopwatch:
-    """Blocks of calls on one device, timed while the host is ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._factors: tuple[Tensor, ...] = ()
-        if device.type == "cuda":
-            draws = torch.Generator(device).manual_seed(0)
-            empty = (torch.empty(AHEAD, AHEAD, device=device, dtype=torch.bfloat16) for _ in range(2))
-            self._factors = tuple(x.normal_(generator=draws) for x in empty)
-            self._product_ms = min(time_calls(self._product, 8, device))
-
-    def warm(self, call: Callable[[], object], count: int) -> tuple[float, int | None]:
-        """Milliseconds that the host takes to issue `count` calls, and bytes that one allocates at most."""
-        call()
-        if self._device.type != "cuda":
-            return 0.0, None
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        for _ in range(WARMUP):
-            call()
-        torch.cuda.synchronize(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device) - before
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        issued = 1e3 * (time.perf_counter() - start)
-        torch.cuda.synchronize(self._device)
-        return issued, peak
-
-    def block(self, call: Callable[[], object], count: int, issued_ms: float) -> list[float]:
-        """Milliseconds of each call after one; what the host takes to issue them passes before the first."""
-        call()
-        if not self._factors:
-            return time_calls(call, count, self._device)
-        products = math.ceil(min(1.5 * issued_ms, AHEAD_MS) / self._product_ms)
-
-        def ahead() -> None:
-            for _ in range(products):
-                self._product()
-
-        return time_calls(call, count, self._device, ahead)
-
-    def _product(self) -> None:
-        torch.mm(*self._factors)
+        return statistics.median(self.medians)
 
 
 def measure(subject: Subject, direction: str, steps: int, where: Place, watch: Stopwatch) -> list[Timing]:
@@ -201,26 +125,39 @@ def measure(subject: Subject, direction: str, steps: int, where: Place, watch: S
         rotation = Rotation(subject.make, CACHE[where.device.type])
     except torch.OutOfMemoryError:
         return found
-    issued: dict[Key, float] = {}
     left = list(found)
     for block in range(1 + BLOCKS):
         for timing in tuple(left):
-
-            def call(timing: Timing = timing) -> object:
-                return timing.side.run(direction, rotation.next())
-
-            try:
-                if block == 0:
-                    issued[timing.side.key], timing.peak_bytes = watch.warm(call, steps)
-                else:
-                    timing.blocks.append(watch.block(call, steps, issued[timing.side.key]))
-            except torch.OutOfMemoryError:
+            if not _went_well(timing, rotation, watch, steps, is_first=block == 0):
                 timing.blocks.clear()
                 left.remove(timing)
-            if timing not in left:  # The error itself held what the side had.
                 collect(where.device)
     _compare(subject, left)
     return found
+
+
+def _went_well(timing: Timing, rotation: Rotation, watch: Stopwatch, steps: int, is_first: bool) -> bool:
+    """One block of a side, or its first calls; what it had on the device goes with the error it raises."""
+
+    side, direction = timing.side, timing.direction
+
+    def before() -> None:
+        side.reset(rotation.turn())
+
+    def call() -> object:
+        return side.run(direction, rotation.now)
+
+    try:
+        if is_first:
+            timing.warm = watch.warm(before, call, steps, rotation)
+        else:
+            timing.blocks.append(watch.block(before, call, steps, timing.warm.issued_ms))
+    except torch.OutOfMemoryError:
+        return False
+    except Exception as error:  # The others may still run.
+        timing.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        return False
+    return True
 
 
 def collect(device: torch.device) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from src.bench.op import FORWARD, TRAINING, Cost, Inputs, Side, Subject
+from src.bench.op import FORWARD, TRAINING, Cost, Side, Subject
 from src.bench.place import Place
+from src.bench.stopwatch import Inputs
 
 PRODUCTS = ("products", "mm")
 
@@ -33,14 +34,22 @@ class Shape:
 SHAPES = {"deepseek_v2": Shape(102400), "qwen3": Shape(151936), "tiny": Shape(65, tokens=48, width=24)}
 
 
-def subjects(name: str, where: Place) -> Sequence[Subject]:
+def resized(shape: Shape, tokens: int) -> Shape:
+    """The same of so many tokens."""
+    return replace(shape, tokens=tokens)
+
+
+def subjects(name: str, shape: Shape, where: Place) -> Sequence[Subject]:
     """One: every implementation, against the bare products of whole matrices."""
-    shape = SHAPES[name]
-    functions, missing = where.split("linear_cross_entropy")
     operation = "linear_cross_entropy"
+    there, missing = where.split(operation)
+    auto = where.auto(operation)
     sides = [
-        Side((operation, key), partial(_call, function), shape.cost(), ("h", "w"), ("grad",))
-        for key, function in functions.items()
+        Side(
+            *((operation, key), partial(_call, known.function), shape.cost(), ("h", "w"), ("grad",)),
+            is_auto=key == auto,
+        )
+        for key, known in there.items()
     ]
     sides.append(Side(PRODUCTS, _logits, shape.cost(), training=_products))
     return [Subject(name, vars(shape), partial(_make, shape, where), sides, PRODUCTS, missing)]
@@ -72,6 +81,3 @@ def _products(inputs: Inputs) -> tuple[Tensor, Tensor]:
     h_TD, w_VD = inputs["h"], inputs["w"]
     logits_TV = _logits(inputs)
     return torch.mm(logits_TV, w_VD), torch.mm(logits_TV.T, h_TD)
-
-
-CASES = {name: partial(subjects, name) for name in SHAPES}

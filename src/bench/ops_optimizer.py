@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.bench.op import FORWARD, Cost, Inputs, Side, Subject
+from src.bench.op import FORWARD, Cost, Side, Subject
 from src.bench.place import Place
+from src.bench.stopwatch import Inputs
 from src.kernels.adamw import Adam
+from src.kernels.declaration import EAGER
+from src.kernels.halves import split
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -27,48 +31,89 @@ SHAPES: dict[str, Shapes] = {
 """Parameters that are updated one by one."""
 
 
-def subjects(name: str, where: Place) -> Sequence[Subject]:
-    """Sums, norm, and the update in both layouts of states, each against plain torch."""
-    shapes = SHAPES[name]
-    count = sum(map(prod, shapes))
-    narrow = where.dtype.itemsize
+@dataclass(frozen=True)
+class Layout:
+    """In which dtypes a parameter is kept; `plain` is that of compute for all of them."""
+
+    master: torch.dtype | None = torch.float32
+    """Of the parameter and its second moment; None is that of compute."""
+    first: torch.dtype | None = None
+    """Of the first moment; None is that of the master."""
+    is_split: bool = False
+    """The master lies in two halves, of which the upper one computes."""
+
+    def make(self, shapes: Shapes, where: Place) -> Inputs:
+        """Random parameters with all that an update reads."""
+        wide, is_apart = self.master or where.dtype, not self.is_split and self.master is not None
+
+        def states(std: float, dtype: torch.dtype) -> list[Tensor]:
+            return [where.normal(*shape, std=std, dtype=dtype) for shape in shapes]
+
+        halves = [split(p) if self.is_split else (p, None) for p in states(0.02, wide)]
+        scalars = (torch.tensor(value, device=where.device) for value in (100.0, 1.0, 0.0))
+        return {
+            "p": [high for high, _ in halves],
+            "m": states(1e-3, self.first or wide),
+            "v": [v.square_() for v in states(1e-3, wide)],
+            "copy": [where.normal(*shape) if is_apart else None for shape in shapes],
+            "low": [low for _, low in halves],
+            "scalars": tuple(scalars),
+            **_gradients(shapes, where),
+        }
+
+    def bytes_moved(self, compute: torch.dtype) -> int:
+        """Of one parameter: masters and moments read and written, the gradient read, a copy written."""
+        wide = self.master or compute
+        kept = 2 * wide.itemsize + (self.first or wide).itemsize
+        is_apart = not self.is_split and self.master is not None
+        return 2 * kept + compute.itemsize + (compute.itemsize if is_apart else 0)
+
+
+LAYOUTS = {
+    "master": Layout(),
+    "split": Layout(is_split=True),
+    "split_bf16": Layout(first=torch.bfloat16, is_split=True),
+    "plain": Layout(master=None),
+}
+
+
+def subjects(name: str, shapes: Shapes, where: Place) -> Sequence[Subject]:
+    """The update in each layout, sums over micro-batches, the norm; each against plain torch."""
+    count, narrow = sum(map(prod, shapes)), where.dtype.itemsize
+    found = []
+    for layout, kept in LAYOUTS.items():
+        make, moved = partial(kept.make, shapes, where), kept.bytes_moved(where.dtype) * count
+        found.append(_over("adamw", f"{name} {layout}", shapes, make, _step, moved, where))
+    gradients, totals = partial(_gradients, shapes, where), partial(_with_totals, shapes, where)
     return [
-        _update(name, "master", torch.float32, where),
-        _update(name, "plain", where.dtype, where),
-        _sums(name, "first", partial(_gradients, shapes, where), (4 + narrow) * count, where),
-        _sums(name, "later", partial(_with_totals, shapes, where), (8 + narrow) * count, where),
-        _norm(name, narrow * count, where),
+        *found,
+        _over("accumulate", f"{name} first", shapes, gradients, _add, (4 + narrow) * count, where),
+        _over("accumulate", f"{name} later", shapes, totals, _add, (8 + narrow) * count, where),
+        _over("grad_norm", name, shapes, gradients, _norm, narrow * count, where),
     ]
 
 
-def _update(name: str, states: str, dtype: torch.dtype, where: Place) -> Subject:
-    shapes = SHAPES[name]
-    functions, missing = where.split("adamw")
-    cost = _bytes(update_bytes(sum(map(prod, shapes)), dtype, where.dtype))
-    sides = [Side(("adamw", key), partial(_step, function), cost) for key, function in functions.items()]
-    sizes = {"parameters": sum(map(prod, shapes)), "tensors": len(shapes), "states": states}
-    make = partial(_states, shapes, dtype, where)
-    return Subject(f"{name} {states}", sizes, make, sides, ("adamw", "eager"), missing)
-
-
-def update_bytes(parameters: int, states: torch.dtype, compute: torch.dtype) -> int:
-    """Parameter and both moments read and written, the gradient read, a narrower copy written if apart."""
-    apart = compute.itemsize if states != compute else 0
-    return parameters * (6 * states.itemsize + compute.itemsize + apart)
-
-
-def _sums(name: str, which: str, make: Callable[[], Inputs], moved: int, where: Place) -> Subject:
-    functions, missing = where.split("accumulate")
+def _over(
+    operation: str,
+    case: str,
+    shapes: Shapes,
+    make: Callable[[], Inputs],
+    call: Callable[..., Any],
+    moved: int,
+    where: Place,
+) -> Subject:
+    """Every implementation of an operation on all parameters."""
+    there, missing = where.split(operation)
+    auto, cost = where.auto(operation), {FORWARD: Cost(bytes=moved)}
     sides = [
-        Side(("accumulate", key), partial(_add, function), _bytes(moved))
-        for key, function in functions.items()
+        Side((operation, key), partial(call, known.function), cost, is_auto=key == auto)
+        for key, known in there.items()
     ]
-    sizes = {"parameters": sum(map(prod, SHAPES[name])), "tensors": len(SHAPES[name]), "which": which}
-    return Subject(f"{name} {which}", sizes, make, sides, ("accumulate", "eager"), missing)
+    return Subject(case, _sizes(shapes), make, sides, (operation, EAGER), missing)
 
 
-def _bytes(moved: int) -> dict[str, Cost]:
-    return {FORWARD: Cost(bytes=moved)}
+def _sizes(shapes: Shapes) -> dict[str, int]:
+    return {"parameters": sum(map(prod, shapes)), "tensors": len(shapes)}
 
 
 def _gradients(shapes: Shapes, where: Place) -> Inputs:
@@ -80,28 +125,13 @@ def _with_totals(shapes: Shapes, where: Place) -> Inputs:
     return {"total": totals, **_gradients(shapes, where)}
 
 
-def _states(shapes: Shapes, dtype: torch.dtype, where: Place) -> Inputs:
-    def states(std: float) -> list[Tensor]:
-        return [where.normal(*shape, std=std, dtype=dtype) for shape in shapes]
-
-    is_apart = dtype != where.dtype
-    scalars = (torch.tensor(value, device=where.device) for value in (100.0, 1.0, 0.0))
-    return {
-        "p": states(0.02),
-        "m": states(1e-3),
-        "v": [v.square_() for v in states(1e-3)],
-        "copy": [where.normal(*shape) if is_apart else None for shape in shapes],
-        "scalars": tuple(scalars),
-        **_gradients(shapes, where),
-    }
-
-
 def _step(function: Callable[..., Any], inputs: Inputs) -> None:
     """A clip of 1 costs as any other and lets a gradient that is scaled in place stay what it was."""
     step, clip, skip = inputs["scalars"]
     adam = Adam(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, step=step, clip=clip, skip=skip)
-    for p, g, m, v, copy in zip(*(inputs[name] for name in ("p", "g", "m", "v", "copy")), strict=True):
-        function(p, g, m, v, copy, 0.1, adam)
+    names = ("p", "g", "m", "v", "copy", "low")
+    for p, g, m, v, copy, low in zip(*(inputs[name] for name in names), strict=True):
+        function(p, g, m, v, copy, 0.1, adam, low)
 
 
 def _add(function: Callable[..., Any], inputs: Inputs) -> None:
@@ -110,20 +140,6 @@ def _add(function: Callable[..., Any], inputs: Inputs) -> None:
         function(total, part, torch.float32)
 
 
-def _norm(name: str, moved: int, where: Place) -> Subject:
-    functions, missing = where.split("grad_norm")
-    sides = [
-        Side(("grad_norm", key), partial(_square, function), _bytes(moved))
-        for key, function in functions.items()
-    ]
-    sizes = {"parameters": sum(map(prod, SHAPES[name])), "tensors": len(SHAPES[name])}
-    make = partial(_gradients, SHAPES[name], where)
-    return Subject(name, sizes, make, sides, ("grad_norm", "eager"), missing)
-
-
-def _square(function: Callable[..., Any], inputs: Inputs) -> Tensor:
-    total: Tensor = function(inputs["g"], torch.float32)
-    return total
-
-
-CASES = {name: partial(subjects, name) for name in SHAPES}
+def _norm(function: Callable[..., Any], inputs: Inputs) -> Tensor:
+    square: Tensor = function(inputs["g"], torch.float32)
+    return square

@@ -98,7 +98,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + FUSED_ROWS)
             logits_CV = buffer_CV[: h_TD[rows].shape[0]]
             torch.mm(h_TD[rows], w_VD.T, out=logits_CV)
-            _losses(logits_CV, labels_T[rows], scale, loss_T[rows], grad)
+            fused_losses(logits_CV, labels_T[rows], scale, loss_T[rows], grad)
             if dw_VD is not None:  # Now they are the gradient.
                 torch.mm(logits_CV, w_VD, out=dh_TD[rows])
                 _accumulate(dw_VD, logits_CV, h_TD[rows], is_first=start == 0)
@@ -113,7 +113,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return _scaled(dh_TD, grads[0], dh_TD.dtype), _scaled(dw_VD, grads[0], ctx.dtype), None, None, None
 
 
-def _losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:
+def fused_losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:
     """Fill `loss_C`; with `grad`, put (softmax − one-hot)·scale in the place of the logits."""
     from src.kernels.fused.cross_entropy import cross_entropy_kernel
 

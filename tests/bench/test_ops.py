@@ -1,9 +1,12 @@
-"""BENCH-1 to BENCH-3, BENCH-7, PERF-5 to PERF-10: scripts that time one operation, formulas and lines."""
+"""BENCH-1 to BENCH-3, BENCH-6, BENCH-7: scripts that time one operation, their engine and their lines."""
 
 from __future__ import annotations
 
 import copy
 import json
+import time
+from dataclasses import replace
+from functools import partial, partialmethod
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -12,14 +15,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from scripts import bench_attention, bench_elementwise, bench_head, bench_moe, bench_optimizer
-from src.bench import op, ops_attention, ops_elementwise, ops_head, ops_moe, ops_optimizer, record
+from scripts import (
+    bench_attention,
+    bench_elementwise,
+    bench_head,
+    bench_moe,
+    bench_optimizer,
+    generate_docs,
+)
+from src.bench import op, op_shapes, ops_attention, ops_elementwise, ops_moe, record
 from src.bench.clock import Ceilings
-from src.bench.op import FORWARD, TRAINING, Cost, Rotation, Side, Stopwatch, Subject, measure, tensors
-from src.bench.op_record import FIELDS, SCHEMA, Setting, line_of, table
-from src.bench.place import Key, Place
+from src.bench.op import FORWARD, TRAINING, Cost, Side, Subject, measure
+from src.bench.op_record import FIELDS, SCHEMA, Setting, line_of, newest, table
+from src.bench.op_script import Session
+from src.bench.place import Place
+from src.bench.stopwatch import Inputs, Rotation, Stopwatch
 from tests.docs.commands import ROOT
 
 SCRIPTS = {
@@ -32,101 +43,10 @@ SCRIPTS = {
 CPU = Place(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3))
 
 
-def counted(subject: Subject, key: Key, direction: str) -> tuple[int, Cost]:
-    """FLOPs of products as torch counts them, and what the formula says."""
-    side = next(side for side in subject.sides if side.key == key)
-    inputs = subject.make()
-    with FlopCounterMode(display=False) as counter:
-        side.run(direction, inputs)
-    return counter.get_total_flops(), side.cost[direction]
-
-
-@pytest.mark.parametrize("direction", op.DIRECTIONS)
-def test_flops_are_those_of_the_products_that_run(direction: str) -> None:
-    """PERF-5, PERF-7: torch's own count of the reference; a formula that forgets the up product is seen."""
-    for subject in ops_moe.subjects("tiny", CPU):
-        for operation in ("grouped_mm", "stages", "local_experts"):
-            found, cost = counted(subject, (operation, "eager"), direction)
-            assert found == cost.flops, (subject.case, operation)
-            assert found != cost.flops * 2 // 3
-    (head,) = ops_head.subjects("tiny", CPU)
-    keys = [ops_head.PRODUCTS]
-    if direction == FORWARD:  # Of three products torch does not count the one that adds in place.
-        keys.append(("linear_cross_entropy", "eager"))
-    for key in keys:
-        found, cost = counted(head, key, direction)
-        assert found == cost.flops, key
-
-
-def test_attention_counts_half_of_the_scores() -> None:
-    """PERF-6: the reference computes all of them; its backward has four products, a fused one five."""
-    (subject,) = ops_attention.subjects("tiny", CPU)
-    key = ("attention", "eager")
-    (whole, forward), (both, training) = (counted(subject, key, way) for way in op.DIRECTIONS)
-    assert whole == 2 * forward.flops
-    assert both == 3 * whole
-    assert training.flops == pytest.approx(both / 2 * 3.5 / 3)
-
-
-READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "rms_norm": (("x",), ("x",)),
-    "swiglu": (("x",), ("x",)),
-    "permute": (("x",), ()),
-    "unpermute": (("x",), ()),
-    "combine": (("y", "weights", "residual"), ("y", "weights")),
-    "rotary_heads": (("q", "k", "cos", "sin"), ("q", "k", "cos", "sin")),
-    "latent_heads": (("q", "kv", "k", "cos", "sin"), ("cos", "sin")),
-}
-"""What a pass has to read besides upstream gradients; indices are apart."""
-SMALL = ("gain", "q_gain", "k_gain", "residual")
-"""Leaves whose gradients count for nothing, or are the upstream gradient itself."""
-
-
-@pytest.mark.parametrize("name", ["tiny", "latent"])
-def test_bytes_are_those_of_the_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PERF-9: counted from the tensors that come and go, without the formula."""
-    monkeypatch.setitem(ops_elementwise.HEADS, "latent", ops_elementwise.Heads(3, 3, 14, value=10, rotated=4))
-    monkeypatch.setitem(ops_elementwise.LAYERS, "latent", ops_moe.SHAPES["tiny"])
-    seen = set()
-    for subject in ops_elementwise.subjects(name, CPU):
-        side, inputs = subject.sides[0], subject.make()
-        if side.key[0] not in READS:
-            continue
-        seen.add(side.key[0])
-        first, second = READS[side.key[0]]
-        index = inputs["order"].row_slot_N.nbytes if "permute" in side.key[0] else 0
-        outputs = side.run(FORWARD, inputs)
-        forward = (
-            index + sum(inputs[read].nbytes for read in first) + sum(x.nbytes for x in tensors([outputs]))
-        )
-        assert side.cost[FORWARD].bytes == forward, side.key
-        gradients = dict(zip(side.leaves, side.run(TRAINING, inputs), strict=True))
-        upstream = sum(inputs[grad].nbytes for grad in side.grads)
-        downstream = sum(grad.nbytes for leaf, grad in gradients.items() if leaf not in SMALL)
-        backward = index + sum(inputs[read].nbytes for read in second) + upstream + downstream
-        assert side.cost[TRAINING].bytes == forward + backward, side.key
-    assert seen == set(READS) - {"latent_heads" if name == "tiny" else "rotary_heads"}
-
-
-def test_bytes_of_the_update_and_of_sums() -> None:
-    """PERF-8, OP-4: 28 bytes a parameter with fp32 masters and 14 in bf16; from the tensors on a CPU."""
-    assert ops_optimizer.update_bytes(1, torch.float32, torch.bfloat16) == 28
-    assert ops_optimizer.update_bytes(1, torch.bfloat16, torch.bfloat16) == 14
-    for subject in ops_optimizer.subjects("tiny", CPU):
-        inputs, operation = subject.make(), subject.sides[0].key[0]
-        nbytes = {name: sum(x.nbytes for x in tensors(value)) for name, value in inputs.items()}
-        expected = {
-            "adamw": lambda n: 2 * (n["p"] + n["m"] + n["v"]) + n["g"] + n["copy"],
-            "accumulate": lambda n: 2 * n.get("total", n["g"] / 2) + n["g"],
-            "grad_norm": lambda n: n["g"],
-        }[operation](nbytes)
-        assert subject.sides[0].cost[FORWARD].bytes == expected, (subject.case, operation)
-
-
 def test_bench_1_a_cache_forgets_a_set_before_it_comes_again() -> None:
     """BENCH-1: bytes between two uses of a set; with one set fewer there are too few."""
     rotation = Rotation(lambda: {"x": [torch.zeros(250)]}, cache=3500)
-    used = [rotation.next() for _ in range(2 * len(rotation.sets))]
+    used = [rotation.turn() for _ in range(2 * len(rotation.sets))]
     assert used[0] is used[len(rotation.sets)]
     assert len({id(inputs) for inputs in used}) == len(rotation.sets)
     between = (len(rotation.sets) - 1) * rotation.size
@@ -135,17 +55,28 @@ def test_bench_1_a_cache_forgets_a_set_before_it_comes_again() -> None:
     assert len(large.sets) == 2
 
 
-def logged(names: str, log: list[str], fails: str = "") -> Subject:
-    """Sides that say that they were called; the one that `fails` has no room."""
+def test_memory_of_a_result_is_what_no_input_has() -> None:
+    """PERF-7: views of inputs are not counted, views of one result once."""
+    rotation = Rotation(lambda: {"x": torch.zeros(10), "deep": [torch.zeros(3)]}, cache=1)
+    inputs, fresh = rotation.turn(), torch.zeros(7)
+    assert rotation.fresh_bytes((inputs["x"][2:], inputs["deep"][0], fresh[1:], fresh, None)) == 28
+    assert rotation.fresh_bytes(None) == 0
+
+
+def logged(names: str, log: list[str], fails: str = "", error: type[Exception] = ValueError) -> Subject:
+    """Sides that say that they were called; the one that `fails` raises the error."""
 
     def side(name: str) -> Side:
-        def call(inputs: op.Inputs) -> Tensor:
+        def call(inputs: Inputs) -> Tensor:
             log.append(name)
             if name == fails:
-                raise torch.OutOfMemoryError("no room")
+                raise error("no room")
             return torch.zeros(1)
 
-        return Side(("sum", name), call, {FORWARD: Cost(bytes=8)})
+        def reset(inputs: Inputs) -> None:
+            log.append(name.upper())
+
+        return Side(("sum", name), call, {FORWARD: Cost(bytes=8)}, reset=reset)
 
     return Subject("made up", {}, lambda: {"x": torch.ones(9)}, [*map(side, names)], ("sum", "b"))
 
@@ -154,14 +85,31 @@ def test_bench_3_sides_take_turns() -> None:
     """BENCH-3: A B C A B C, each as often; times of as many calls as were asked for."""
     log: list[str] = []
     timings = measure(logged("abc", log), FORWARD, 2, CPU, Stopwatch(CPU.device))
-    assert "".join(name for name, _ in groupby(log)) == "abc" * (1 + op.BLOCKS)
+    assert "".join(name for name, _ in groupby(map(str.lower, log))) == "abc" * (1 + op.BLOCKS)
+    assert "".join(log).replace("Aa", "").replace("Bb", "").replace("Cc", "") == "", "each call is prepared"
     assert [[len(block) for block in timing.blocks] for timing in timings] == [[2] * op.BLOCKS] * 3
     assert {timing.other.side.key for timing in timings if timing.other} == {("sum", "b")}
 
 
+def test_what_prepares_a_call_is_not_timed() -> None:
+    """BENCH-2: inputs that a call has written over are made anew on nobody's clock."""
+    times = Stopwatch(CPU.device).block(lambda: time.sleep(0.02), lambda: None, 3, 0.0)
+    assert len(times) == 3
+    assert max(times) < 20
+
+
+def test_an_error_of_one_side_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BENCH-1: it is named last and the exit code says so; it has no line."""
+    session = Session(CPU, 1, tmp_path / "out.jsonl")
+    assert session.measure([logged("abc", [], fails="c")], op.DIRECTIONS) == 1
+    assert [line["implementation"] for line in record.read(tmp_path / "out.jsonl")] == ["a", "b"]
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: made up fwd sum=c: ValueError: no room"
+
+
 def test_bench_6_too_little_memory_is_a_result() -> None:
     """BENCH-6: the side says so, the others go on, and nothing is compared with it."""
-    timings = measure(logged("ab", [], fails="b"), FORWARD, 2, CPU, Stopwatch(CPU.device))
+    subject = logged("ab", [], fails="b", error=torch.OutOfMemoryError)
+    timings = measure(subject, FORWARD, 2, CPU, Stopwatch(CPU.device))
     assert [bool(timing.blocks) for timing in timings] == [True, False]
     assert [timing.other for timing in timings] == [None, None]
     setting = Setting.of(CPU, Ceilings(gemm_tflops=1.0, copy_gbs=1.0))
@@ -173,18 +121,15 @@ def test_bench_6_too_little_memory_is_a_result() -> None:
     assert "out of memory" in table(lines)[-1]
 
 
-def test_loads_are_of_distinct_experts() -> None:
-    """PERF-5: even turns, or a Dirichlet(0.5) popularity, the same for every set of inputs."""
-    shape = ops_moe.Shape(16, 3, 8, tokens=640)
-    loads = {}
-    for load in ops_moe.LOADS:
-        popularity_E = ops_moe.popularity(16, load, CPU.device)
-        ids_TK = ops_moe.choose(shape, popularity_E, CPU)
-        assert all(len(set(row)) == 3 for row in ids_TK.tolist())
-        counts_E = ids_TK.flatten().bincount(minlength=16)
-        loads[load] = float(counts_E.max() / counts_E.float().mean())
-    assert loads["balanced"] == 1
-    assert loads["skewed"] > 2
+def test_bench_6_no_room_for_inputs_is_a_result_too() -> None:
+    """BENCH-6: of every side."""
+
+    def make() -> Inputs:
+        raise torch.OutOfMemoryError("no room")
+
+    subject = replace(logged("ab", []), make=make)
+    timings = measure(subject, FORWARD, 2, CPU, Stopwatch(CPU.device))
+    assert [(timing.blocks, timing.error) for timing in timings] == [([], None)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +161,26 @@ def test_bench_7_lines_of_every_script(name: str, lines: dict[str, list[dict[str
         {TRAINING} if name == "optimizer" else set()
     )
     assert len(table(mine)) == 1 + len(mine)
+    operations = {(line["case"]["name"], line["operation"]) for line in mine}
+    chosen = {(line["case"]["name"], line["operation"]) for line in mine if line["auto"]}
+    assert operations - chosen <= {("tiny", "products")}, "of each operation one is what auto takes"
+
+
+def test_bench_7_the_documents_table_has_the_newest(
+    lines: dict[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BENCH-7: one row a case, operation, implementation and direction, of the last measurement."""
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
+    assert generate_docs.operations() == generate_docs.NOTHING
+    head = lines["head"]
+    again = copy.deepcopy(head[0])
+    again["ms"]["median"] = 77.125
+    record.append(tmp_path / "benchmarks/bench_head.jsonl", [*head, again], FIELDS)
+    with (tmp_path / "benchmarks/bench_head.jsonl").open("a") as file:
+        file.write('{"schema": 0}\n')
+    rows = [row for row in generate_docs.operations().splitlines() if row.startswith("| 20")]
+    assert len(rows) == len(newest([*head, again])) == len(head)
+    assert "77.1250" in rows[0]
 
 
 def test_bench_7_mutations_are_named(lines: dict[str, list[dict[str, Any]]]) -> None:
@@ -226,8 +191,9 @@ def test_bench_7_mutations_are_named(lines: dict[str, list[dict[str, Any]]]) -> 
     wrong["direction"] = "bwd"
     wrong["ms"]["p10"] = "fast"
     wrong["flops"] = 1.5
+    wrong["auto"] = 1
     assert [problem.partition(":")[0] for problem in record.problems(wrong, FIELDS)] == [
-        *("direction", "flops", "ms.p10", "noise", "speed")
+        *("auto", "direction", "flops", "ms.p10", "noise", "speed")
     ]
 
 
@@ -248,11 +214,23 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(line["operation"], line["implementation"]) for line in found] == [
         *(("rotary_heads", "real"), ("rotary_heads", "eager"))
     ]
+    path.unlink()
+    assert bench_moe.main([*words, "--implementations", "auto", "--tokens", "25"]) == 0
+    layers = [
+        line for line in map(json.loads, path.read_text().splitlines()) if line["case"]["name"] != "tiny part"
+    ]
+    assert {line["implementation"] for line in layers} == {"auto", "torch_grouped_mm"}
+    assert {line["flops"] for line in layers} == {2 * 25 * 2 * 3 * 16 * 24}
     for script, more, said in (
         (bench_moe, ["--implementations", "quack"], "runs on cuda, not on cpu"),
         (bench_head, ["--implementations", "quick"], "eager, mm"),
         (bench_head, ["--cases", "tinny"], "deepseek_v2, qwen3, tiny"),
-        (bench_head, ["--steps", "0"], "--steps 0"),
+        (
+            bench_head,
+            ["--steps", "0", "--tokens", "0"],
+            "--steps 0: a block has one call at least\n--tokens 0",
+        ),
+        (bench_attention, ["--tokens", "41"], "samples have 40"),
     ):
         assert _refused(script, [*words, *more])
         assert said in capsys.readouterr().err
@@ -262,14 +240,50 @@ def _refused(script: ModuleType, words: list[str]) -> bool:
     return bool(script.main(words) == 2)
 
 
+class Compiled(Place):
+    """A CPU that compiles as training does on a GPU."""
+
+    compiles = True  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_cmp_2_what_training_compiles_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CMP-2: layers and plain torch compile whole, with as many graphs for two sets of inputs as for one."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    )
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 256)
+    where = Compiled(CPU.device, CPU.dtype, CPU.draws)
+    subjects = [
+        *ops_moe.subjects("tiny", op_shapes.SHAPES["tiny"], where)[1:],
+        *ops_elementwise.subjects("tiny", ops_elementwise.SHAPES["tiny"], where)[-2:],
+        *ops_attention.subjects("tiny_packed", ops_attention.SHAPES["tiny_packed"], where),
+    ]
+    graphs = [0, 0]
+    inputs = [[subject.make() for subject in subjects] for _ in graphs]
+    for index, sets in enumerate(inputs):
+        for subject, one in zip(subjects, sets, strict=True):
+            for direction in op.DIRECTIONS:
+                for side in subject.of(direction):
+                    side.run(direction, one)
+        graphs[index] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs[1] == graphs[0] > 0
+    assert any(side.is_compiled for subject in subjects for side in subject.sides)
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["moe", "head", "optimizer", "elementwise"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_tiny_cases_run_on_a_card(name: str, tmp_path: Path) -> None:
-    """BENCH-1: every implementation there, each with a time and a peak."""
+    """BENCH-1: every implementation there, each with a time, its memory and its launches."""
     path = tmp_path / "found.jsonl"
-    assert SCRIPTS[name].main(["--cases", "tiny", "--steps", "2", "--out", str(path)]) == 0
+    cases = "tiny,tiny_biased" if name == "moe" else "tiny,tiny_packed" if name == "attention" else "tiny"
+    assert SCRIPTS[name].main(["--cases", cases, "--steps", "2", "--out", str(path)]) == 0
     found = record.read(path)
-    assert all(line["ms"]["median"] > 0 and line["peak_gib"] is not None for line in found)
+    assert all(line["ms"]["median"] > 0 and line["extra_gib"] is not None for line in found)
+    assert all(line["launches"] > 0 for line in found)
     assert {line["implementation"] for line in found} > {"eager"}
 
 
@@ -277,13 +291,15 @@ def test_tiny_cases_run_on_a_card(name: str, tmp_path: Path) -> None:
 def test_bench_2_the_host_is_ahead_of_what_is_timed() -> None:
     """BENCH-2: a copy of 1 MB takes microseconds on the card, far less than the host takes to ask for it."""
     device = torch.device("cuda", 0)
-    source = torch.randn(1 << 18, device=device)
-    target = torch.empty_like(source)
+    rotation = Rotation(lambda: {"x": torch.randn(1 << 18, device=device)}, 1)
+    target = torch.empty(1 << 18, device=device)
 
-    def call() -> None:
+    def call() -> torch.Tensor:
         for _ in range(20):
-            target.copy_(source)
+            target.copy_(rotation.now["x"])
+        return target.new_empty(1 << 20)
 
     watch = Stopwatch(device)
-    issued, _ = watch.warm(call, 10)
-    assert sum(watch.block(call, 10, issued)) < issued
+    warm = watch.warm(rotation.turn, call, 10, rotation)
+    assert (warm.launches, warm.extra_bytes) == (20, 0)
+    assert sum(watch.block(rotation.turn, call, 10, warm.issued_ms)) < warm.issued_ms

@@ -210,8 +210,7 @@ def _is_key(word: str) -> bool:
 
 def _is_option(word: str) -> bool:
     """A flag that some parser of ours declares, or pytest's and pip's few that the documents use."""
-    text = "".join(
-        (ROOT / name).read_text(encoding="utf-8") for name in ("src/command_line.py", "pyproject.toml")
-    )
+    declaring = ("src/command_line.py", "src/bench/op_script.py", "pyproject.toml")
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in declaring)
     scripts = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("scripts/*.py"))
     return f'"{word}"' in text + scripts or word in ("-m", "-e", "-x", "-k")
