@@ -49,7 +49,7 @@ def _forward_shape(rows_RM: Tensor, bias_EM: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def _backward(grad_RM: Tensor, bias_EM: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
-    from src.kernels.fused.expert_bias import bias_parts_kernel, bias_sum_kernel
+    from src.kernels.fused.expert_bias import expert_bias_parts_kernel, expert_bias_sum_kernel
 
     drows_RM, dbias_EM = _backward_shapes(grad_RM, bias_EM, offs_E)
     (rows, width), experts = grad_RM.shape, bias_EM.shape[0]
@@ -57,11 +57,11 @@ def _backward(grad_RM: Tensor, bias_EM: Tensor, offs_E: Tensor) -> tuple[Tensor,
         return drows_RM, dbias_EM.zero_()
     tiles, columns = -(-rows // ROWS), -(-width // COLUMNS)
     parts_PM = grad_RM.new_empty(tiles + experts, width, dtype=torch.float32)
-    bias_parts_kernel[(tiles, columns)](
+    expert_bias_parts_kernel[(tiles, columns)](
         grad_RM, offs_E, drows_RM, parts_PM, rows, width, E=experts, BLOCK_E=power_of_two(experts), ROWS=ROWS,
         BLOCK=COLUMNS,
     )  # fmt: skip
-    bias_sum_kernel[(experts, columns)](
+    expert_bias_sum_kernel[(experts, columns)](
         parts_PM, offs_E, dbias_EM, width, ROWS=ROWS, TILES=TILES, BLOCK=COLUMNS
     )
     return drows_RM, dbias_EM

@@ -149,34 +149,32 @@ def _order(draw: Draw, tokens: int, experts: int, top_k: int) -> Order:
 
 
 def permute(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
+    for tokens, width in ((7, 5), (3, 2100), (0, 5)):
         order = _order(draw, tokens, 5, 3)
         yield Example(
             f"{tokens} tokens",
-            [draw.normal(tokens, 5)],
-            lambda function, x, *order: function(x, *order, 3),
-            order[:2],
+            [draw.normal(tokens, width)],
+            lambda function, x, *order: function(x, *order),
+            [order.row_slot_N // 3, order.slot_row_N.view(tokens, 3)],
         )
-
-
-def unpermute(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
-        order = _order(draw, tokens, 5, 3)
-        yield Example(
-            f"{tokens} tokens",
-            [draw.normal(tokens * 3, 5)],
-            lambda function, y, *order: function(y, *order, 3),
-            order[:2],
-        )
+    slot_row = torch.tensor([[2, 5, 4], [5, 5, 5], [0, 3, 1]], device=draw.device)
+    yield Example(
+        "slots without a row",
+        [draw.normal(3, 7)],
+        lambda function, x, *order: function(x, *order),
+        [torch.tensor([2, 2, 0, 2, 0], device=draw.device), slot_row],
+    )
 
 
 def combine(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
-        weights = draw.positive(tokens, 3, dtype=torch.float32)
+    for tokens, top_k, width in ((7, 3, 5), (2, 1, 2100), (2, 12, 2100), (0, 3, 5)):
+        slot_row = _order(draw, tokens, 15, top_k).slot_row_N.view(tokens, top_k)
+        weights = draw.positive(tokens, top_k, dtype=torch.float32)
         yield Example(
-            f"{tokens} tokens",
-            [draw.normal(tokens, 3, 5), weights, draw.normal(tokens, 5)],
-            lambda function, *tensors: function(*tensors),
+            f"{tokens} tokens, {top_k} of each",
+            [draw.normal(tokens * top_k, width), weights, draw.normal(tokens, width)],
+            lambda function, y, weights, residual, slot_row: function(y, slot_row, weights, residual),
+            [slot_row],
         )
 
 
@@ -325,7 +323,6 @@ EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "route": route,
     "sort_by_expert": sort_example,
     "permute": permute,
-    "unpermute": unpermute,
     "combine": combine,
     "local_experts": local_experts,
     "swiglu": swiglu,

@@ -154,19 +154,14 @@ for n in (0, 1, 37):
     assert torch.equal(*totals) and totals[0].dtype == torch.float32, n
 """
 
-GATHER_SUM = """
-from src.kernels import gather_sum as op
-from src.kernels.combine import combine
-from src.kernels.permute import unpermute
-op.BLOCK = 16
+ROWS = """
+from src.kernels import combine, permute, rows
+from tests.kernels.test_rows import check_combine, check_permute, routings
+rows.BLOCK, rows.ELEMENTS = 4, 8
 torch.manual_seed(0)
-for T, K, D in ((0, 2, 8), (5, 3, 37), (4, 1, 16)):
-    rows, weights, residual = torch.randn(T * K, D), torch.rand(T, K), torch.randn(T, D)
-    slot_row = torch.randperm(T * K).to(torch.int32)
-    split = unpermute(rows, slot_row.argsort(), slot_row, K)
-    want = combine(split, weights, residual)
-    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, residual), want)
-    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, None), split.sum(1))
+for ids in routings().values():
+    check_permute(permute.triton_permute, ids, torch.float32)
+    check_combine(combine.triton_combine, ids, torch.float32)
 """
 
 SWIGLU = """
@@ -204,7 +199,7 @@ CODES = {
     "latent_heads": LATENT_HEADS,
     "rotary_heads": ROTARY_HEADS,
     "accumulate": ACCUMULATE,
-    "gather_sum": GATHER_SUM,
+    "rows": ROWS,
     "swiglu": SWIGLU,
     "expert_bias": EXPERT_BIAS,
 }

@@ -23,7 +23,7 @@ def expert_bias_kernel(
 
 
 @triton.jit
-def bias_parts_kernel(
+def expert_bias_parts_kernel(
     dout_ptr, offs_ptr, drows_ptr, parts_ptr, rows, M,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def bias_parts_kernel(
 
 
 @triton.jit
-def bias_sum_kernel(
+def expert_bias_sum_kernel(
     parts_ptr, offs_ptr, dbias_ptr, M, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One expert and one block of columns: the parts of its tiles in ascending order, zero without rows."""
