@@ -36,7 +36,7 @@ def rotary_heads(
     (ATT-4); without them nothing is normed. `turn` is the rotation.
     """
     if gains is not None:
-        q_BSHC, k_BSGC = rms_norm(q_BSHC, gains[0], eps), rms_norm(k_BSGC, gains[1], eps)
+        q_BSHC, k_BSGC = rms_norm(q_BSHC, gains[0], eps)[0], rms_norm(k_BSGC, gains[1], eps)[0]
     q_BSHC = turn(q_BSHC, cos_BSR, sin_BSR, interleaved=False)
     return q_BSHC, turn(k_BSGC, cos_BSR, sin_BSR, interleaved=False)
 

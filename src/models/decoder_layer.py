@@ -103,8 +103,8 @@ class DecoderLayer(nn.Module):
 
     def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
         """Stage 1: attention, the shared experts and the choice of experts."""
-        residual_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), batch)
-        tokens_TD = self.post_attention_layernorm(residual_TD)
+        attended_TD = self.self_attn(self.input_layernorm(hidden_TD), batch)
+        tokens_TD, residual_TD = self.post_attention_layernorm.join(attended_TD, hidden_TD)
         if not isinstance(self.mlp, MoE):
             return tokens_TD, None, Carry(residual_TD)
         routing = self.mlp.gate(tokens_TD, batch)

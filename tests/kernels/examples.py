@@ -206,12 +206,19 @@ def swiglu(draw: Draw) -> Iterator[Example]:
 
 
 def rms_norm(draw: Draw) -> Iterator[Example]:
-    for rows in (5, 0):
+    for rows, width in ((5, 37), (0, 37), (300, 3)):
+        x, w = draw.normal(rows, width), draw.positive(width)
+        yield Example(f"{rows} rows", [x, w], lambda function, x, w: function(x, w, 1e-3)[0])
         yield Example(
-            f"{rows} rows",
-            [draw.normal(rows, 37), draw.positive(37)],
-            lambda function, x, w: function(x, w, 1e-3),
+            f"{rows} rows onto others",
+            [x, w, draw.normal(rows, width)],
+            lambda function, x, w, residual: function(x, w, 1e-3, residual),
         )
+    yield Example(
+        "part of a row",
+        [draw.normal(2, 3, 9), draw.positive(5)],
+        lambda function, x, w: function(x[..., 2:7], w, 1e-3)[0],
+    )
 
 
 def rope(draw: Draw) -> Iterator[Example]:

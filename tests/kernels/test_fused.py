@@ -190,6 +190,23 @@ for counts in (*LOADS.values(), [70, 0, 3, 0, 0, 13, 1, 0], [0, 0, 24, 0], [8, 8
     check(op.triton_expert_bias, counts, torch.float32)
 """
 
+RMS_NORM = """
+from src.kernels import rms_norm as op
+op.TILE, op.STEPS = 32, 2
+torch.manual_seed(0)
+for rows, D in ((0, 5), (1, 37), (29, 5), (64, 8)):
+    x, residual, w = torch.randn(rows, D), torch.randn(rows, D), torch.randn(D)
+    ups = torch.randn(rows, D), torch.randn(rows, 1).expand(rows, D)
+    for joined in (True, False):
+        found = []
+        for f in (op.triton_rms_norm, op.rms_norm):
+            leaves = [t.clone().requires_grad_() for t in (x, w, residual)[: 2 + joined]]
+            out = f(*leaves[:2], 1e-3, *leaves[2:])[: 1 + joined]
+            found.append((*out, *torch.autograd.grad(out, leaves, ups[: 1 + joined])))
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+"""
+
 CODES = {
     "adamw": ADAMW,
     "halves": HALVES,
@@ -202,6 +219,7 @@ CODES = {
     "rows": ROWS,
     "swiglu": SWIGLU,
     "expert_bias": EXPERT_BIAS,
+    "rms_norm": RMS_NORM,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from src.kernels import combine, expert_bias, permute
+from src.kernels import combine, expert_bias, permute, rms_norm
 from tests.kernels.test_gpu import agree, leaves
 from tests.models.tools import relative
 
@@ -54,3 +54,14 @@ def test_op_12_expert_bias(counts: list[int], dtype: torch.dtype) -> None:
     assert torch.equal(grads[0][:total], rows.detach()[:total])
     assert not grads[0][total:].any()
     assert relative(grads[1], torch.stack([g.double().sum(0) for g in inputs[0].split(counts)])) < 5e-3
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1001, 2048), (333, 2880), (70001, 128), (77, 7168), (65, 512)])
+def test_op_10_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    """The norm alone, of part of a row, and of a sum, which is a result too."""
+    x, w, residual = leaves((rows, width), (width,), (rows, width), dtype=dtype)
+    both = (rms_norm.triton_rms_norm, rms_norm.rms_norm)
+    agree(*(lambda x, w, f=f: f(x, w, 1e-6)[0] for f in both), [x, w])
+    agree(*(lambda x, w, f=f: f(x[:, 32:96], w[:64], 1e-6)[0] for f in both), [x, w])
+    agree(*(lambda x, w, r, f=f: torch.cat(f(x, w, 1e-6, r)) for f in both), [x, w, residual])

@@ -110,7 +110,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "grouped_mm": grouped_case,
     "linear_cross_entropy": loss_case,
     "permute": permute_case,
-    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(4, 7), leaf(7))),
+    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)[0]), (leaf(4, 7), leaf(7))),
+    "rms_norm of a sum": lambda: (
+        (lambda x, w, r: torch.cat(rms_norm.rms_norm(x, w, 1e-3, r))),
+        (leaf(4, 7), leaf(7), leaf(4, 7)),
+    ),
     "rope of neighbours": lambda: rope_case(True),
     "rope of halves": lambda: rope_case(False),
     "route": route_case,
@@ -142,7 +146,7 @@ EMPTY: dict[str, Callable[[], Case]] = {
         ),
         (leaf(0, 3), leaf(7, 3)),
     ),
-    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(0, 7), leaf(7))),
+    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)[0]), (leaf(0, 7), leaf(7))),
     "route": lambda: (
         (lambda x: route.route(x, 2, groups=3, groups_kept=1, renormalise=True, scale=2.0).weights_TK),
         (leaf(0, 6),),
