@@ -85,6 +85,8 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
         "local_experts": ("quack",),
+        "route": ("triton",),
+        "sort_by_expert": ("triton",),
         "permute": ("triton",),
         "combine": ("triton",),
         "expert_bias": ("triton",),

@@ -129,18 +129,35 @@ RULES: Mapping[str, dict[str, Any]] = {
 
 
 def route(draw: Draw) -> Iterator[Example]:
-    for rule, tokens in product(RULES, (7, 0)):
+    bias = draw.normal(15, std=0.1, dtype=torch.float32)
+    for rule, tokens, biased in (*product(RULES, (7, 0), (False,)), *product(RULES, (200,), (True,))):
         yield Example(
-            f"{rule}, {tokens} tokens",
+            f"{rule}, {tokens} tokens{', biased' if biased else ''}",
             [draw.normal(tokens, 15, dtype=torch.float32)],
-            lambda function, logits, rule=rule: function(logits, 3, **RULES[rule]),
+            lambda function, logits, bias=None, rule=rule: function(logits, 3, bias_E=bias, **RULES[rule]),
+            [bias] if biased else [],
         )
+    for rule in ("renormalised", "chosen"):
+        yield Example(
+            f"{rule}, by ids that are given",
+            [draw.normal(9, 15, dtype=torch.float32)],
+            lambda function, logits, ids, rule=rule: function(logits, 3, ids_TK=ids, **RULES[rule])[1:],
+            [draw.ids(9, 15, 3)],
+        )
+    yield Example(
+        "weights alone",
+        [draw.normal(9, 64, dtype=torch.float32)],
+        lambda function, logits: function(logits, 8, **RULES["renormalised"]).weights_TK,
+    )
 
 
 def sort_example(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
+    for tokens, experts in ((7, 5), (0, 5), (700, 64)):
         yield Example(
-            f"{tokens} tokens", [], lambda function, ids: function(ids, 5), [draw.ids(tokens, 5, 3)]
+            f"{tokens} tokens, {experts} experts",
+            [],
+            lambda function, ids, experts=experts: function(ids, experts),
+            [draw.ids(tokens, experts, 3)],
         )
 
 

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from tests.kernels.fused_mixture import MIXTURE
+
 pytest.importorskip("triton", reason="Triton is there on Linux only")
 
 ADAMW = """
@@ -154,16 +156,6 @@ for n in (0, 1, 37):
     assert torch.equal(*totals) and totals[0].dtype == torch.float32, n
 """
 
-ROWS = """
-from src.kernels import combine, permute, rows
-from tests.kernels.test_rows import check_combine, check_permute, routings
-rows.BLOCK, rows.ELEMENTS = 4, 8
-torch.manual_seed(0)
-for ids in routings().values():
-    check_permute(permute.triton_permute, ids, torch.float32)
-    check_combine(combine.triton_combine, ids, torch.float32)
-"""
-
 SWIGLU = """
 from src.kernels import swiglu as op
 op.BLOCK = 16
@@ -182,31 +174,6 @@ for N, F, kind in ((0, 8, {}), (3, 16, {}), (5, 37, {}), (0, 8, clamped), (5, 37
 assert op.triton_swiglu(torch.full((1, 4), torch.nan), **clamped).isnan().all()
 """
 
-EXPERT_BIAS = """
-from src.kernels import expert_bias as op
-from tests.kernels.test_expert_bias import LOADS, check
-op.BLOCK, op.ROWS, op.COLUMNS, op.TILES = 4, 8, 4, 2
-for counts in (*LOADS.values(), [70, 0, 3, 0, 0, 13, 1, 0], [0, 0, 24, 0], [8, 8, 0, 8, 1]):
-    check(op.triton_expert_bias, counts, torch.float32)
-"""
-
-RMS_NORM = """
-from src.kernels import rms_norm as op
-op.TILE, op.STEPS = 32, 2
-torch.manual_seed(0)
-for rows, D in ((0, 5), (1, 37), (29, 5), (64, 8)):
-    x, residual, w = torch.randn(rows, D), torch.randn(rows, D), torch.randn(D)
-    ups = torch.randn(rows, D), torch.randn(rows, 1).expand(rows, D)
-    for joined in (True, False):
-        found = []
-        for f in (op.triton_rms_norm, op.rms_norm):
-            leaves = [t.clone().requires_grad_() for t in (x, w, residual)[: 2 + joined]]
-            out = f(*leaves[:2], 1e-3, *leaves[2:])[: 1 + joined]
-            found.append((*out, *torch.autograd.grad(out, leaves, ups[: 1 + joined])))
-        for a, b in zip(*found):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-"""
-
 CODES = {
     "adamw": ADAMW,
     "halves": HALVES,
@@ -216,10 +183,8 @@ CODES = {
     "latent_heads": LATENT_HEADS,
     "rotary_heads": ROTARY_HEADS,
     "accumulate": ACCUMULATE,
-    "rows": ROWS,
     "swiglu": SWIGLU,
-    "expert_bias": EXPERT_BIAS,
-    "rms_norm": RMS_NORM,
+    **MIXTURE,
 }
 
 

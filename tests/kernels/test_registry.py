@@ -28,6 +28,7 @@ H200 = Device("cuda", "sm90")
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
 CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
+CUDA |= {"route": "triton", "sort_by_expert": "triton"}
 CUDA |= {"permute": "triton", "combine": "triton", "expert_bias": "triton"}
 CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "grad_norm": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
