@@ -37,15 +37,16 @@ def _norm(x_TD: Tensor, gain_D: Tensor, eps: float, residual_TD: Tensor | None, 
     if y_TD.numel():
         rms_norm_kernel[(-(-rows // sizes["ROWS"]),)](
             x_TD, total_TD if residual_TD is None else residual_TD, gain_D, y_TD, total_TD, rows,
-            x_TD.stride(0), eps, JOINED=residual_TD is not None, num_warps=8, **sizes,
+            x_TD.stride(0), eps, JOINED=residual_TD is not None, **sizes,
         )  # fmt: skip
     return y_TD
 
 
 def _sizes(x_TD: Tensor) -> dict[str, int]:
-    """Constants of the kernels: the width, and rows and columns of a program's tile."""
+    """Constants of the kernels: the width, rows and columns of a program's tile, and its warps."""
     block = power_of_two(x_TD.shape[1])
-    return {"D": x_TD.shape[1], "ROWS": max(1, TILE // block), "BLOCK": block}
+    tile = {"ROWS": max(1, TILE // block), "BLOCK": block}
+    return {"D": x_TD.shape[1], **tile, "num_warps": 8 if block <= TILE else 16}
 
 
 def _alone(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
@@ -72,7 +73,7 @@ def _backward(dy_TD: Tensor, x_TD: Tensor, gain_D: Tensor, eps: float, dtotal_TD
     if dx_TD.numel():
         rms_norm_backward_kernel[(parts_PD.shape[0],)](
             dy_TD, x_TD, gain_D, dy_TD if dtotal_TD is None else dtotal_TD, dx_TD, parts_PD, x_TD.shape[0],
-            x_TD.stride(0), eps, JOINED=dtotal_TD is not None, STEPS=STEPS, num_warps=8, **_sizes(x_TD),
+            x_TD.stride(0), eps, JOINED=dtotal_TD is not None, STEPS=STEPS, **_sizes(x_TD),
         )  # fmt: skip
     return dx_TD, parts_PD
 

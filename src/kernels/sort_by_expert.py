@@ -43,7 +43,7 @@ def _sort(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     slots, block = ids_TK.numel(), power_of_two(experts)
     if not slots:
         return *found[:2], found[2].zero_()
-    sizes = {"E": experts, "TILE": max(16, ELEMENTS // block), "BLOCK_E": block}
+    sizes = {"E": experts, "TILE": max(16, ELEMENTS // block), "BLOCK_E": block, "num_warps": 8}
     tiles = -(-slots // sizes["TILE"])
     counts_EP = ids_TK.new_empty(experts, tiles, dtype=torch.int32)
     sort_count_kernel[(tiles,)](ids_TK, counts_EP, slots, tiles, **sizes)

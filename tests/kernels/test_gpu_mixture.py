@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from src.kernels import combine, expert_bias, permute, rms_norm
+from src.kernels import combine, expert_bias, permute, rms_norm, route, sort_by_expert
 from tests.kernels.test_gpu import agree, leaves
 from tests.models.tools import relative
 
@@ -65,3 +68,61 @@ def test_op_10_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     agree(*(lambda x, w, f=f: f(x, w, 1e-6)[0] for f in both), [x, w])
     agree(*(lambda x, w, f=f: f(x[:, 32:96], w[:64], 1e-6)[0] for f in both), [x, w])
     agree(*(lambda x, w, r, f=f: torch.cat(f(x, w, 1e-6, r)) for f in both), [x, w, residual])
+
+
+PLAIN = {"groups": 1, "groups_kept": 1, "renormalise": False, "scale": 1.0}
+RULES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "deepseek_v2_lite": (64, 6, PLAIN),
+    "deepseek_v2": (160, 6, PLAIN | {"groups": 8, "groups_kept": 3, "scale": 16.0}),
+    "qwen3_moe": (128, 8, PLAIN | {"renormalise": True}),
+    "gpt_oss": (32, 4, PLAIN | {"scoring": "softmax_of_chosen"}),
+}
+"""Experts, K and rule."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_op_7_route(name: str, biased: bool) -> None:
+    """Logits on a grid: equal ones are common, others far enough apart for every rounding."""
+    experts, top_k, rule = RULES[name]
+    (logits,) = leaves((4099, experts), dtype=torch.float32, std=40.0)
+    logits = logits.round() / 32
+    bias = (torch.arange(experts, device="cuda") % 3 == 0) * 0.5 if biased else None
+    found, want = (f(logits, top_k, bias_E=bias, **rule) for f in (route.triton_route, route.route))
+    assert torch.equal(found.ids_TK, want.ids_TK)
+
+    def of(function: Any) -> Any:
+        def call(logits: Tensor) -> Tensor:
+            routed = function(logits, top_k, bias_E=bias, ids_TK=want.ids_TK, **rule)
+            return torch.cat((routed.weights_TK, routed.scores_TE * 3), 1)
+
+        return call
+
+    exact, usual, ours = (
+        _graded(of(function), logits.to(dtype))
+        for function, dtype in (
+            (route.route, torch.float64),
+            (route.route, torch.float32),
+            (route.triton_route, torch.float32),
+        )
+    )
+    for index, (a, b, c) in enumerate(zip(ours, usual, exact, strict=True)):
+        assert relative(a, c) <= max(2 * relative(b, c), 1e-6), index
+
+
+def _graded(function: Any, logits: Tensor) -> list[Tensor]:
+    leaf = logits.detach().requires_grad_()
+    out = function(leaf)
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to("cuda", out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaf, up)]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (128, 8), (160, 6), (32, 4), (5, 1)])
+@pytest.mark.parametrize("load", ["random", "few", "all to one"])
+def test_op_8_sort_by_expert(experts: int, top_k: int, load: str) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    known = {"random": experts, "few": top_k + 1, "all to one": top_k}[load]
+    ids = torch.rand(16385, min(known, experts), generator=generator).argsort(1)[:, :top_k].int().cuda()
+    both = (sort_by_expert.triton_sort_by_expert, sort_by_expert.sort_by_expert)
+    for ours, theirs in zip(*(f(experts - 1 - ids, experts) for f in both), strict=True):
+        assert torch.equal(ours, theirs)
