@@ -17,6 +17,8 @@ from src.bench.groups import spans
 CACHE = {"cuda": 180 << 20, "cpu": 1 << 16}
 """Bytes of other inputs between two uses of one. A call touches a third of its set, so an L2 of 60 MB holds
 nothing of it."""
+SETS = 256
+"""Of inputs at most: those of the tiny cases would be tens of thousands, each with layers of its own."""
 WARMUP = 2
 """Calls of a side before anything is timed, after the one that compiles."""
 AHEAD = 4096
@@ -49,7 +51,7 @@ class Rotation:
     def __init__(self, make: Callable[[], Inputs], cache: int) -> None:
         first = make()
         self.size = max(1, sum(tensor.nbytes for tensor in tensors(first)))
-        others = math.ceil(cache / self.size)
+        others = min(math.ceil(cache / self.size), SETS - 1)
         self.sets = [first, *(make() for _ in range(others))]
         self._turns = 0
 
