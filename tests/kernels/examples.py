@@ -109,7 +109,7 @@ def grouped_mm(draw: Draw) -> Iterator[Example]:
 
 
 def expert_bias(draw: Draw) -> Iterator[Example]:
-    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 130, 1, 0)}).items():
+    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 60, 1, 0)}).items():
         experts, rows = len(counts), max(9, sum(counts) + 2) if sum(counts) else 0
         yield Example(
             load,
