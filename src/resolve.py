@@ -38,6 +38,9 @@ def _resolve_paths(config: Config) -> None:
     for part, name in ((config.paths, "cache"), (config.logger, "copy_to"), (config, "init_from")):
         value = getattr(part, name)
         setattr(part, name, None if value is None else _absolute(value))
+    image = config.container.image
+    if image is not None and image.startswith((".", "~")):
+        config.container.image = _absolute(image)
     if "/" in config.resume:
         config.resume = _absolute(config.resume)
     path = config.tokenizer.path
