@@ -1,0 +1,227 @@
+"""What each runtime is told: tables of words, and what is refused before anything starts (CONT)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from src.compose import compose
+from src.config import Config
+from src.errors import UserError
+from src.launchers import container
+from src.launchers.container import Mount, Where, container_plan, ordered, passed_names, pyxis, render
+from src.launchers.plan import make_plan
+from src.validate import validate
+
+RUN, CODE = Path("/r/one"), "/code"
+SECRET = "hf_" + "q" * 20
+SHELL = {
+    "HF_TOKEN": SECRET,
+    "HF_HOME": "/models/hub",
+    "NCCL_DEBUG": "INFO",
+    "PYTHONPATH": "/elsewhere",
+    "PATH": "/bin",
+    "MINE_A": "1",
+    "OTHER": "2",
+}
+NAMES = ("HF_HOME", "HF_TOKEN", "MINE_A", "NCCL_DEBUG")
+
+
+@cache
+def made(*overrides: str) -> Config:
+    places = ["paths.runs=/r", "paths.data=/d", "paths.cache=/c", "container.env=[MINE_*]"]
+    return compose([*places, *overrides]).config
+
+
+def words(name: str, platform: str, image: str = "lab/torch:2", *overrides: str, **facts: object) -> str:
+    """The command on a node, a blank between words."""
+    config = made(f"container={name}", f"container.image={image}", *overrides)
+    plan = container_plan(config, RUN, platform, SHELL)
+    where = Where("77", "1", "3", CODE, passed_names(config, SHELL), 1000, 100)
+    return shlex.join(render(plan, replace(where, **facts), ["-m", "agent"], SHELL).argv)  # type: ignore[arg-type]
+
+
+NAMED = "--name=manyhead-77-1-3 --label=manyhead.job=77 --label=manyhead.node=1 --network=host --ipc=host"
+VARIABLES = (
+    "--workdir=/code --env=HF_HOME --env=HF_TOKEN --env=MINE_A --env=NCCL_DEBUG --env=PYTHONSAFEPATH=1 "
+    "--env=PYTHONPATH=/code --env=HOME=/tmp"
+)
+MOUNTS = " ".join(
+    f"--mount=type=bind,source={path},target={path}{mode}"
+    for path, mode in [
+        ("/c", ""),
+        ("/code", ",readonly"),
+        ("/d", ""),
+        ("/models/hub", ""),
+        ("/r", ",readonly"),
+        ("/r/one", ""),
+    ]
+)
+BINDS = "--bind=/c:/c --bind=/code:/code:ro --bind=/d:/d --bind=/models/hub:/models/hub --bind=/r:/r:ro"
+INNER = "python3 -m agent"
+MEMLOCK = "--ulimit=memlock=-1 --ulimit=stack=67108864 --user=1000:100"
+TABLE = {
+    (
+        "docker",
+        "cpu",
+    ): f"docker run --rm --interactive {NAMED} {MEMLOCK} {VARIABLES} {MOUNTS} lab/torch:2 {INNER}",
+    ("docker", "cuda"): f"docker run --rm --interactive {NAMED} {MEMLOCK} --gpus=all {VARIABLES} {MOUNTS} "
+    f"lab/torch:2 {INNER}",
+    (
+        "docker",
+        "rocm",
+    ): f"docker run --rm --interactive {NAMED} {MEMLOCK} --device=/dev/kfd --device=/dev/dri "
+    f"{VARIABLES} {MOUNTS} lab/torch:2 {INNER}",
+    (
+        "podman",
+        "cpu",
+    ): f"podman run --rm --interactive {NAMED} --user=0:0 {VARIABLES} {MOUNTS} lab/torch:2 {INNER}",
+    ("podman", "cuda"): f"podman run --rm --interactive {NAMED} --user=0:0 --device=nvidia.com/gpu=all "
+    f"{VARIABLES} {MOUNTS} lab/torch:2 {INNER}",
+    (
+        "podman",
+        "rocm",
+    ): f"podman run --rm --interactive {NAMED} --user=0:0 --device=/dev/kfd --device=/dev/dri "
+    f"{VARIABLES} {MOUNTS} lab/torch:2 {INNER}",
+    **{
+        ("apptainer", platform): f"apptainer exec --cleanenv --no-home --pwd=/code {gpu}{BINDS} "
+        f"--bind=/r/one:/r/one lab/torch:2 {INNER}"
+        for platform, gpu in (("cpu", ""), ("cuda", "--nv "), ("rocm", "--rocm "))
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "platform"), TABLE)
+def test_commands(name: str, platform: str) -> None:
+    """CONT-1, CONT-2: the whole command of each runtime on each platform."""
+    assert words(name, platform) == TABLE[name, platform]
+
+
+def test_commands_of_one_node() -> None:
+    """CONT-1: devices, their groups, a root file system, and the user's own words, which come last."""
+    rocm = words("docker", "rocm", groups=(44, 109), devices=("/dev/infiniband",))
+    assert "--user=1000:100 --group-add=44 --group-add=109 --device=/dev/kfd" in rocm
+    assert "--device=/dev/dri --device=/dev/infiniband --workdir" in rocm
+    assert "--group-add=keep-groups" in words("podman", "rocm", groups=(44,))
+    assert "infiniband" not in words("docker", "cpu", devices=("/dev/infiniband",))
+    mine = words("podman", "cpu", "/images/root:O", 'container.args=["--ipc=private"]')
+    assert mine.endswith(f"target=/r/one --ipc=private --rootfs /images/root:O {INNER}")
+
+
+def test_pyxis() -> None:
+    """CONT-1: srun's flags; an array's one line of srun names no single run."""
+    config = made("launcher=slurm", "container=pyxis", "container.image=lab+torch:2", "container.mounts=[/w]")
+    plan = container_plan(config, RUN, "rocm", SHELL)
+    assert pyxis(plan, NAMES) == [
+        "--container-image=lab+torch:2",
+        "--container-mounts=/c:/c,/d:/d,/models/hub:/models/hub,/r:/r,/w:/w:ro,"
+        "/dev/kfd:/dev/kfd,/dev/dri:/dev/dri",
+        "--no-container-mount-home",
+        "--container-env=PYTHONPATH,PYTHONSAFEPATH,HF_HOME,HF_TOKEN,MINE_A,NCCL_DEBUG",
+    ]
+
+
+def test_secrets_go_by_name() -> None:
+    """CONT-1, CFG-16: no value of the shell is in a command; apptainer is told by its environment."""
+    for name, platform in TABLE:
+        assert SECRET not in words(name, platform)
+    config = made("container=apptainer", "container.image=/i.sif")
+    plan = container_plan(config, RUN, "cpu", SHELL)
+    told = render(plan, Where("j", "0", "1", CODE, NAMES), ["agent"], SHELL)
+    assert told.variables["APPTAINERENV_HF_TOKEN"] == SECRET
+    assert told.variables["APPTAINERENV_PYTHONPATH"] == CODE
+    assert "APPTAINERENV_OTHER" not in told.variables
+
+
+def test_names() -> None:
+    """CONT-1: what is set outside passes if it is ours to pass, what is not set does not appear."""
+    config = made("container=docker", "container.image=i", "+env.OTHER=3")
+    assert passed_names(config, SHELL) == (*NAMES, "OTHER")
+    assert passed_names(config, {}) == ()
+
+
+def test_mounts(tmp_path: Path) -> None:
+    """CONT-1: read-only but for what a run writes, parents first; the writable one of two holds."""
+    mine = made("container=docker", "container.image=i", "container.mounts=[/d,'/x,y:/z:rw','/a/b']")
+    listed = container.mounts_of(mine, RUN, {})
+    assert [(m.target, m.writable) for m in listed] == [
+        *(("/a/b", False), ("/c", True), ("/d", True), ("/r", False), ("/r/one", True), ("/z", True)),
+    ]
+    resumed = made("container=docker", "container.image=i", "resume='/old/step'", "init_from=/w.safetensors")
+    assert {m.target for m in container.mounts_of(resumed, RUN, {}) if not m.writable} == {
+        *("/old/step", "/w.safetensors", "/r"),
+    }
+    (row,) = csv.reader([container._bind(Mount('/a,"b', "/t", False, ""))])
+    assert row == ["type=bind", 'source=/a,"b', "target=/t", "readonly"]
+    with pytest.raises(UserError, match="colon or a comma: /x,y"):
+        container_plan(replace_name(mine, "apptainer"), RUN, "cpu", {})
+
+
+def replace_name(config: Config, name: str) -> Config:
+    return replace(config, container=replace(config.container, name=name))
+
+
+def test_parents_come_first() -> None:
+    """CONT-1: in the other order the read-only parent would cover the run's own mount."""
+    order = [m.target for m in ordered([Mount("/r/one", "/r/one", True, ""), Mount("/r", "/r", False, "")])]
+    assert order == ["/r", "/r/one"]
+
+
+def test_mutation_a_value_in_a_command_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONT-1: with values beside the names the secret stands in each command of docker and podman."""
+    monkeypatch.setattr(container, "_variables", lambda plan, where: {"HF_TOKEN": SECRET})
+    assert all(SECRET in words(name, platform) for name, platform in TABLE if name != "apptainer")
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["container=docker"], "container.image"),
+    (["container=docker", "container.image=/a.sif"], "container.image"),
+    (["container=podman", "container.image='--privileged'"], "container.image"),
+    (["container=pyxis", "container.image=i"], "container"),
+    (["container=docker", "container.image=i", "launcher=direct"], "container"),
+    (["container=docker", "container.image=i", "container.mounts=[data]"], "container.mounts"),
+    (["container=docker", "container.image=i", "container.mounts=['/a:/b:/c']"], "container.mounts"),
+    (["container=docker", "container.image=i", "container.env=['A=b']"], "container.env"),
+    (["container=docker", "container.image=i", 'container.args=["--env=A=b"]'], "container.args"),
+    (["container=docker", "container.image=i", 'container.args=["--name=x"]'], "container.args"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key"), WRONG, ids=lambda value: str(value)[-30:])
+def test_refused(overrides: list[str], key: str) -> None:
+    """CONT-1, law 6: one problem at composition, exit 2."""
+    with pytest.raises(UserError) as caught:
+        compose(overrides)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert caught.value.code == 2
+
+
+def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CONT-2, CFG-17: a dry run needs no runtime; digest by name; a rank's Python is the image's."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    digest = "sha256:" + "a" * 64
+    config = made(
+        "data=synthetic", "container=docker", f"container.image='lab/t@{digest}'", "container.python=/p"
+    )
+    plan = make_plan(config, [])
+    assert plan.container is not None
+    assert plan.container.digest == digest
+    assert "--env=HF_TOKEN " in plan.container.command
+    assert " /p -P -m src.trainer.worker" in plan.command
+    text = plan.text() + json.dumps(plan.json())
+    assert SECRET not in text
+    assert "docker run --rm" in text
+    none = made("data=synthetic", "container.image=i")
+    assert container.contain(replace(plan, container=None), none, {}).container is None
+
+
+def test_no_container_is_valid() -> None:
+    """A site file may name an image that only a chosen runtime uses."""
+    assert validate(made("container.image=i", "data=synthetic")) == []
