@@ -18,6 +18,7 @@ from src.compose import dump_config
 from src.config import Config, KernelsConfig
 from src.digest import config_digest
 from src.errors import Problem, UserError
+from src.launchers.checks import check_before_ranks
 from src.launchers.closing import closing_screen
 from src.launchers.console import Console
 from src.launchers.contained import SLACK, Contained, Inside, cache_base, check_container
@@ -137,6 +138,7 @@ def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, ke
             runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
             log_files(launch, taken.path)
             status.write(taken.path)
+            check_before_ranks(launch.config, taken.path / "control", 0, launch.console.line)
             prepare_data(launch)
             if importing is not None:
                 importing.join()

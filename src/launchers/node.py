@@ -24,6 +24,7 @@ from src.config import Config
 from src.durations import seconds
 from src.errors import UserError
 from src.launchers import hostlist
+from src.launchers.checks import check_before_ranks
 from src.launchers.console import Console
 from src.launchers.contained import SLACK, Contained, Inside, cache_base
 from src.launchers.container import is_wrapped
@@ -129,6 +130,8 @@ def run_ranks(
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
     worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
+    if inside is None:
+        check_before_ranks(config, run / "control", place.node, print)
     if inside is None and is_wrapped(config):
         place_of_node = (place.node, place.nodes, place.first_host, place.job)
         told = Inside(allotted(), cache_base(config), worker, 1, *place_of_node)
