@@ -74,7 +74,7 @@ class LauncherConfig:
     constraint: str | None = None
     """Features that nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used; `@FILE` reads them from a file, such as `failing_nodes.txt`."""
+    """Nodes that must not be used; `@FILE` reads them from a file that `scripts/doctor.py` wrote."""
     time: str | None = duration(None)
     """Time limit of a job, rounded up to whole minutes; null is the partition's default."""
     nodes: int | None = None
