@@ -16,7 +16,7 @@ from src.config import Config
 from src.errors import UserError
 from src.launchers import container
 from src.launchers.container import Mount, Where, container_plan, ordered, passed_names, pyxis, render
-from src.launchers.plan import make_plan
+from src.launchers.plan import LaunchPlan, make_plan
 from src.validate import validate
 
 RUN, CODE = Path("/r/one"), "/code"
@@ -225,3 +225,36 @@ def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_no_container_is_valid() -> None:
     """A site file may name an image that only a chosen runtime uses."""
     assert validate(made("container.image=i", "data=synthetic")) == []
+
+
+def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CONT-1, PLAN-7: pyxis adds flags and its own agent to the line of srun; other runtimes change nothing."""
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    from src.launchers.slurm import script_of
+    from src.launchers.slurm_sweep import groups
+
+    base = ["launcher=slurm", "data=synthetic", "run_name=one", f"paths.runs={tmp_path}"]
+
+    def planned(*overrides: str) -> tuple[str, LaunchPlan]:
+        config = compose([*base, *overrides]).config
+        plan = make_plan(config, [])
+        return script_of(config, [plan]), plan
+
+    bare, _ = planned()
+    assert planned("container=podman", "container.image=i")[0] == bare
+    script, plan = planned("container=pyxis", "container.image=lab+t:2", "container.python=/opt/python")
+    (line,) = (line for line in script.splitlines() if line.startswith("srun "))
+    assert f"--container-image=lab+t:2 --container-mounts={tmp_path}:{tmp_path} --no-container" in line
+    assert line.endswith(' /opt/python -m src.launchers.node "$run"')
+    other = planned("container=pyxis", "container.image=lab+t:3", "container.python=/opt/python")[1]
+    assert groups([plan, other, plan]) == [[0, 2], [1]]
+
+
+def test_refused_where_ranks_are_started_already() -> None:
+    """CONT-1: a rank of torchrun does not put itself into a container."""
+    from src.launchers.direct import lead
+    from src.launchers.places import Place
+
+    place = Place("torchrun", 0, 1, 0, 1, 1, "localhost", 29501)
+    with pytest.raises(UserError, match="torchrun has started the ranks already"):
+        lead(place, ["data=synthetic", "container=docker", "container.image=i"])
