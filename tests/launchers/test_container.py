@@ -228,7 +228,7 @@ def test_no_container_is_valid() -> None:
 
 
 def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CONT-1, PLAN-7: pyxis adds flags and its own agent to the line of srun; other runtimes change nothing."""
+    """CONT-1, PLAN-7: pyxis adds flags and an agent to the line of srun; other runtimes change nothing."""
     pytest.importorskip("submitit", reason="submitit is not installed")
     from src.launchers.slurm import script_of
     from src.launchers.slurm_sweep import groups
