@@ -22,14 +22,13 @@ from src.config import Config
 from src.errors import UserError
 from src.launchers.container import (
     ContainerPlan,
-    Where,
     container_plan,
     is_wrapped,
     job_of,
     passed_names,
-    render,
     typed_mount,
 )
+from src.launchers.container_command import Where, render
 from src.launchers.environment import cache_root
 from src.machine import find_machine
 from src.records import read_json, write_json

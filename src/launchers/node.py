@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from src.compose import load_config
@@ -89,12 +90,20 @@ def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
 def run_inside(run: str, inside: Inside) -> None:
     """Run a node's share as the agent in a container; and leave with its code, or with the host."""
     threading.Thread(target=leave_with_host, daemon=True).start()
-    signals = Signals()
+    signals = FirstSignal()
     place = Place(inside.node, inside.nodes, inside.first_host, inside.job)
     with signals.installed(), signals.collected():
         code = settle_node(Path(run), place, signals, inside)
     sys.stdout.flush()
     os._exit(code)
+
+
+class FirstSignal(Signals):
+    """Collects one signal: runtime and scheduler hand the same one on several times; the host kills."""
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            super()._handle(number, frame)
 
 
 def leave_with_host() -> None:

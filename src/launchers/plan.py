@@ -14,7 +14,8 @@ from typing import Any
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
-from src.launchers.container import ContainerPlan, contain
+from src.launchers.container import ContainerPlan
+from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory

@@ -80,11 +80,20 @@ def test_sigterm_saves(boxed: Any, tmp_path: Path) -> None:
     """CONT-2, LOCAL-2: a stop request passes; the same command goes on as the next attempt."""
     process = boxed("docker", "max_steps=400", FAKE_SLEEP="0.05")
     wait_for(lambda: step_of(tmp_path) >= 2)
+    for pid in agents(tmp_path):  # As a scheduler does that signals every process of a job, again and again.
+        for _ in range(3):
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert out(process)[0] == 75
     names = [word for words in calls(tmp_path, "argv") for word in words if word.startswith("--name")]
     assert names[0].startswith("--name=manyhead-local-")
     assert names[0].endswith("-0-1")
+
+
+def agents(tmp_path: Path) -> list[int]:
+    """Process ids of payloads, which are the agents inside."""
+    return [json.loads(path.read_text())["pid"] for path in (tmp_path / "fakes").glob("manyhead-*")]
 
 
 def rank_of(tmp_path: Path) -> int:
@@ -108,6 +117,23 @@ def test_kill_leaves_no_orphan(boxed: Any, tmp_path: Path) -> None:
     started = time.monotonic()
     wait_for(lambda: not is_alive(rank), 10.0)
     assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.slow
+def test_mutation_without_the_hosts_pipe_there_is_an_orphan(boxed: Any, tmp_path: Path) -> None:
+    """LOCAL-2: an agent whose standard input never ends outlives the launching process."""
+    deaf = tmp_path / "deaf"
+    os.mkfifo(tmp_path / "open")
+    deaf.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" <>{tmp_path}/open\n')
+    deaf.chmod(0o755)
+    process = boxed("docker", "max_steps=4000", f"container.python={deaf}", FAKE_SLEEP="0.05")
+    wait_for(lambda: step_of(tmp_path) >= 1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = step_of(tmp_path)
+    wait_for(lambda: step_of(tmp_path) > step + 20)
+    for pid in agents(tmp_path):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

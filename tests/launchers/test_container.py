@@ -14,8 +14,9 @@ import pytest
 from src.compose import compose
 from src.config import Config
 from src.errors import UserError
-from src.launchers import container
-from src.launchers.container import Mount, Where, container_plan, ordered, passed_names, pyxis, render
+from src.launchers import container, container_command
+from src.launchers.container import Mount, container_plan, ordered, passed_names
+from src.launchers.container_command import Where, contain, pyxis, render
 from src.launchers.plan import LaunchPlan, make_plan
 from src.validate import validate
 
@@ -157,7 +158,7 @@ def test_mounts(tmp_path: Path) -> None:
     assert {m.target for m in container.mounts_of(resumed, RUN, {}) if not m.writable} == {
         *("/old/step", "/w.safetensors", "/r"),
     }
-    (row,) = csv.reader([container._bind(Mount('/a,"b', "/t", False, ""))])
+    (row,) = csv.reader([container_command._bind(Mount('/a,"b', "/t", False, ""))])
     assert row == ["type=bind", 'source=/a,"b', "target=/t", "readonly"]
     with pytest.raises(UserError, match="colon or a comma: /x,y"):
         container_plan(replace_name(mine, "apptainer"), RUN, "cpu", {})
@@ -175,7 +176,7 @@ def test_parents_come_first() -> None:
 
 def test_mutation_a_value_in_a_command_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONT-1: with values beside the names the secret stands in each command of docker and podman."""
-    monkeypatch.setattr(container, "_variables", lambda plan, where: {"HF_TOKEN": SECRET})
+    monkeypatch.setattr(container_command, "_variables", lambda plan, where: {"HF_TOKEN": SECRET})
     assert all(SECRET in words(name, platform) for name, platform in TABLE if name != "apptainer")
 
 
@@ -219,7 +220,7 @@ def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert SECRET not in text
     assert "docker run --rm" in text
     none = made("data=synthetic", "container.image=i")
-    assert container.contain(replace(plan, container=None), none, {}).container is None
+    assert contain(replace(plan, container=None), none, {}).container is None
 
 
 def test_no_container_is_valid() -> None:

@@ -24,7 +24,8 @@ import pytest
 
 from src.code_identity import CHECKOUT
 from src.compose import compose
-from src.launchers.container import Mount, Where, container_plan, render
+from src.launchers.container import Mount, container_plan
+from src.launchers.container_command import Where, render
 from tests.launchers.conftest import Start
 from tests.launchers.podman import USER, limits, missing
 from tests.launchers.test_launch import out, wait_for
