@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.code_identity import CHECKOUT
+from src.code_identity import CHECKOUT, package_version
 from src.config import Config, LauncherConfig
 from src.durations import seconds
 from src.errors import UserError
+from src.launchers.container import is_wrapped
 from src.launchers.node_facts import CHECKS, GIB, Result
 from src.machine import find_machine
 from src.records import write_json
@@ -76,22 +78,31 @@ def check_node(config: Config, probe: Callable[[int], list[str]] | None = None) 
         config: resolved and valid; its paths and `platform.thresholds` are looked at.
         probe: command that looks at a GPU by its index; ours if not given.
     """
-    machine = find_machine(config)
-    devices = 0 if machine.platform == "cpu" else gpus(config)
-    limit = seconds(config.platform.thresholds.probe)
-    parts: list[tuple[str, Callable[[], Result]]] = [
-        (name, lambda look=look: look(config))  # type: ignore[misc]
-        for name, look in CHECKS.items()
-    ]
-    command = probe or probe_command
-    parts += [
-        (f"gpu {index}", lambda index=index: probe_device(command(index), config))  # type: ignore[misc]
-        for index in range(devices)
-    ]
-    if machine.platform != "cpu" and not devices:
-        parts.append(("gpu", lambda: (False, "no GPU is visible")))
+    platform = find_machine(config).platform
+    parts = [Part(name, partial(look, config)) for name, look in CHECKS.items()]
+    if platform != "cpu":
+        parts += device_parts(config, gpus(config), probe)
+    limit = seconds(config.platform.thresholds.probe) + 1
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return NodeReport(name, time.time(), machine.platform, side_by_side(parts, limit + 1))
+    return NodeReport(name, time.time(), platform, side_by_side(parts, limit))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A check that is still to be made."""
+
+    name: str
+    look: Callable[[], Result]
+
+
+def device_parts(config: Config, devices: int, probe: Callable[[int], list[str]] | None) -> list[Part]:
+    """A check for each GPU; one for all where none is there, or none can be tried from here."""
+    if not devices:
+        return [Part("gpu", lambda: (False, "no GPU is visible"))]
+    if probe is None and is_wrapped(config) and package_version("torch") is None:
+        return [Part("gpu", lambda: (True, f"{devices} GPUs, not tried: torch is in the image only"))]
+    command = probe or probe_command
+    return [Part(f"gpu {k}", partial(probe_device, command(k), config)) for k in range(devices)]
 
 
 def gpus(config: Config) -> int:
@@ -99,7 +110,7 @@ def gpus(config: Config) -> int:
     return find_machine(replace(config, launcher=LauncherConfig())).devices
 
 
-def side_by_side(parts: Sequence[tuple[str, Callable[[], Result]]], limit: float) -> list[Check]:
+def side_by_side(parts: Sequence[Part], limit: float) -> list[Check]:
     """The checks in the order given; one that hangs is a `timeout` and holds no other up (CHECK-2)."""
     found: dict[str, Check] = {}
 
@@ -113,13 +124,14 @@ def side_by_side(parts: Sequence[tuple[str, Callable[[], Result]]], limit: float
         else:
             found[name] = Check(name, "ok" if is_well else "failed", words)
 
-    threads = [threading.Thread(target=work, args=part, daemon=True) for part in parts]
+    threads = [threading.Thread(target=work, args=(part.name, part.look), daemon=True) for part in parts]
     for thread in threads:
         thread.start()
     end = time.monotonic() + limit
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return [found.get(name, Check(name, "timeout", f"no answer within {limit:.0f} s")) for name, _ in parts]
+    silent = f"no answer within {limit:.0f} s"
+    return [found.get(part.name, Check(part.name, "timeout", silent)) for part in parts]
 
 
 def probe_command(index: int) -> list[str]:

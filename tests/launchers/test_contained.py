@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from src.code_identity import CHECKOUT
 from src.compose import compose
 from src.errors import UserError
 from src.launchers import contained
+from src.launchers.container import container_plan
 from tests.launchers.conftest import Start
 from tests.launchers.test_launch import out, step_of, wait_for
 
@@ -107,6 +109,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_orphan(boxed: Any, tmp_path: Path) -> None:
     """LOCAL-2: a killed launching process takes the container along, though a daemon runs it."""
     process = boxed("docker", "max_steps=4000", FAKE_SLEEP="0.05")
@@ -139,10 +142,8 @@ def test_mutation_without_the_hosts_pipe_there_is_an_orphan(boxed: Any, tmp_path
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        SLOW("docker", ["container.image=missing/x"], "cannot pull missing/x"),
         SLOW("docker", ["container.python=/no/python"], "docker ended with 127"),
         ("podman", ['container.args=["--no-such-flag"]'], "unknown flag: --no-such-flag"),
-        SLOW("docker", ["container.mounts=[/no/such/place]"], "/no/such/place is missing"),
     ],
 )
 def test_what_cannot_start(boxed: Any, tmp_path: Path, name: str, overrides: list[str], words: str) -> None:
@@ -160,9 +161,25 @@ def test_missing_runtime_and_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path:
         contained.check_container(config)
     assert caught.value.code == 3
     monkeypatch.setenv("PATH", str(FAKES))
+    with pytest.raises(UserError, match="/no/place is missing") as caught:
+        contained.check_container(
+            replace(config, container=replace(config.container, mounts=["/no/place:/a"]))
+        )
+    assert caught.value.code == 3
     monkeypatch.setattr(contained, "CHECKOUT", tmp_path / "gone")
     with pytest.raises(UserError, match=r"checkout .*gone is missing") as caught:
         contained.check_container(config)
+    assert caught.value.code == 3
+
+
+def test_an_image_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CONT-2: exit 3 with the words of the runtime."""
+    monkeypatch.setenv("PATH", f"{FAKES}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_RUNTIMES", str(tmp_path))
+    config = compose(["container=docker", "container.image=missing/x", "data=synthetic"]).config
+    plan = container_plan(config, tmp_path, "cpu", {})
+    with pytest.raises(UserError, match=r"cannot pull missing/x:\n.*manifest unknown") as caught:
+        contained.fetch(plan, tmp_path / "log")
     assert caught.value.code == 3
 
 

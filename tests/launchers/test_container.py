@@ -8,11 +8,12 @@ import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from src.compose import compose
-from src.config import Config
+from src.config import Config, ContainerConfig
 from src.errors import UserError
 from src.launchers import container, container_command
 from src.launchers.container import Mount, container_plan, ordered, passed_names
@@ -35,17 +36,23 @@ NAMES = ("HF_HOME", "HF_TOKEN", "MINE_A", "NCCL_DEBUG")
 
 
 @cache
-def made(*overrides: str) -> Config:
-    places = ["paths.runs=/r", "paths.data=/d", "paths.cache=/c", "container.env=[MINE_*]"]
-    return compose([*places, *overrides]).config
+def base() -> Config:
+    return compose(["data=stdlib", "paths.runs=/r", "paths.data=/d", "paths.cache=/c"]).config
 
 
-def words(name: str, platform: str, image: str = "lab/torch:2", *overrides: str, **facts: object) -> str:
+def boxed(name: str, image: str | None = "lab/torch:2", launcher: str = "local", **fields: Any) -> Config:
+    """A config in a container, without composing it each time."""
+    wanted = ContainerConfig(name, image, env=["MINE_*"])
+    where = replace(base().launcher, name=launcher)
+    return replace(base(), container=replace(wanted, **fields), launcher=where)
+
+
+def words(name: str, platform: str, image: str = "lab/torch:2", args: Any = (), **facts: Any) -> str:
     """The command on a node, a blank between words."""
-    config = made(f"container={name}", f"container.image={image}", *overrides)
+    config = boxed(name, image, args=list(args))
     plan = container_plan(config, RUN, platform, SHELL)
     where = Where("77", "1", "3", CODE, passed_names(config, SHELL), 1000, 100)
-    return shlex.join(render(plan, replace(where, **facts), ["-m", "agent"], SHELL).argv)  # type: ignore[arg-type]
+    return shlex.join(render(plan, replace(where, **facts), ["-m", "agent"], SHELL).argv)
 
 
 NAMED = "--name=manyhead-77-1-3 --label=manyhead.job=77 --label=manyhead.node=1 --network=host --ipc=host"
@@ -111,13 +118,13 @@ def test_commands_of_one_node() -> None:
     assert "--device=/dev/dri --device=/dev/infiniband --workdir" in rocm
     assert "--group-add=keep-groups" in words("podman", "rocm", groups=(44,))
     assert "infiniband" not in words("docker", "cpu", devices=("/dev/infiniband",))
-    mine = words("podman", "cpu", "/images/root:O", 'container.args=["--ipc=private"]')
+    mine = words("podman", "cpu", "/images/root:O", ["--ipc=private"])
     assert mine.endswith(f"target=/r/one --ipc=private --rootfs /images/root:O {INNER}")
 
 
 def test_pyxis() -> None:
     """CONT-1: srun's flags; an array's one line of srun names no single run."""
-    config = made("launcher=slurm", "container=pyxis", "container.image=lab+torch:2", "container.mounts=[/w]")
+    config = boxed("pyxis", "lab+torch:2", "slurm", mounts=["/w"])
     plan = container_plan(config, RUN, "rocm", SHELL)
     assert pyxis(plan, NAMES) == [
         "--container-image=lab+torch:2",
@@ -132,7 +139,7 @@ def test_secrets_go_by_name() -> None:
     """CONT-1, CFG-16: no value of the shell is in a command; apptainer is told by its environment."""
     for name, platform in TABLE:
         assert SECRET not in words(name, platform)
-    config = made("container=apptainer", "container.image=/i.sif")
+    config = boxed("apptainer", "/i.sif")
     plan = container_plan(config, RUN, "cpu", SHELL)
     told = render(plan, Where("j", "0", "1", CODE, NAMES), ["agent"], SHELL)
     assert told.variables["APPTAINERENV_HF_TOKEN"] == SECRET
@@ -142,19 +149,19 @@ def test_secrets_go_by_name() -> None:
 
 def test_names() -> None:
     """CONT-1: what is set outside passes if it is ours to pass, what is not set does not appear."""
-    config = made("container=docker", "container.image=i", "+env.OTHER=3")
+    config = replace(boxed("docker"), env={"OTHER": "3"})
     assert passed_names(config, SHELL) == (*NAMES, "OTHER")
     assert passed_names(config, {}) == ()
 
 
 def test_mounts(tmp_path: Path) -> None:
     """CONT-1: read-only but for what a run writes, parents first; the writable one of two holds."""
-    mine = made("container=docker", "container.image=i", "container.mounts=[/d,'/x,y:/z:rw','/a/b']")
+    mine = boxed("docker", mounts=["/d", "/x,y:/z:rw", "/a/b"])
     listed = container.mounts_of(mine, RUN, {})
     assert [(m.target, m.writable) for m in listed] == [
         *(("/a/b", False), ("/c", True), ("/d", True), ("/r", False), ("/r/one", True), ("/z", True)),
     ]
-    resumed = made("container=docker", "container.image=i", "resume='/old/step'", "init_from=/w.safetensors")
+    resumed = replace(boxed("docker"), resume="/old/step", init_from="/w.safetensors")
     assert {m.target for m in container.mounts_of(resumed, RUN, {}) if not m.writable} == {
         *("/old/step", "/w.safetensors", "/r"),
     }
@@ -180,27 +187,24 @@ def test_mutation_a_value_in_a_command_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert all(SECRET in words(name, platform) for name, platform in TABLE if name != "apptainer")
 
 
-WRONG: list[tuple[list[str], str]] = [
-    (["container=docker"], "container.image"),
-    (["container=docker", "container.image=/a.sif"], "container.image"),
-    (["container=podman", "container.image='--privileged'"], "container.image"),
-    (["container=pyxis", "container.image=i"], "container"),
-    (["container=docker", "container.image=i", "launcher=direct"], "container"),
-    (["container=docker", "container.image=i", "container.mounts=[data]"], "container.mounts"),
-    (["container=docker", "container.image=i", "container.mounts=['/a:/b:/c']"], "container.mounts"),
-    (["container=docker", "container.image=i", "container.env=['A=b']"], "container.env"),
-    (["container=docker", "container.image=i", 'container.args=["--env=A=b"]'], "container.args"),
-    (["container=docker", "container.image=i", 'container.args=["--name=x"]'], "container.args"),
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"image": None}, "container.image"),
+    ({"image": "/a.sif"}, "container.image"),
+    ({"image": "--privileged"}, "container.image"),
+    ({"name": "pyxis"}, "container"),
+    ({"launcher": "direct"}, "container"),
+    ({"mounts": ["data"]}, "container.mounts"),
+    ({"mounts": ["/a:/b:/c"]}, "container.mounts"),
+    ({"env": ["A=b"]}, "container.env"),
+    ({"args": ["--env=A=b"]}, "container.args"),
+    ({"args": ["--name=x"]}, "container.args"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "key"), WRONG, ids=lambda value: str(value)[-30:])
-def test_refused(overrides: list[str], key: str) -> None:
-    """CONT-1, law 6: one problem at composition, exit 2."""
-    with pytest.raises(UserError) as caught:
-        compose(overrides)
-    assert [problem.key for problem in caught.value.problems] == [key]
-    assert caught.value.code == 2
+@pytest.mark.parametrize(("fields", "key"), WRONG, ids=lambda value: str(value)[-30:])
+def test_refused(fields: dict[str, Any], key: str) -> None:
+    """CONT-1, law 6: one problem at composition."""
+    assert [problem.key for problem in validate(boxed(**{"name": "docker", **fields}))] == [key]
 
 
 def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -208,9 +212,7 @@ def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", SECRET)
     digest = "sha256:" + "a" * 64
-    config = made(
-        "data=synthetic", "container=docker", f"container.image='lab/t@{digest}'", "container.python=/p"
-    )
+    config = boxed("docker", f"lab/t@{digest}", python="/p")
     plan = make_plan(config, [])
     assert plan.container is not None
     assert plan.container.digest == digest
@@ -219,13 +221,13 @@ def test_plan_shows_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     text = plan.text() + json.dumps(plan.json())
     assert SECRET not in text
     assert "docker run --rm" in text
-    none = made("data=synthetic", "container.image=i")
+    none = boxed("none", "i")
     assert contain(replace(plan, container=None), none, {}).container is None
 
 
 def test_no_container_is_valid() -> None:
     """A site file may name an image that only a chosen runtime uses."""
-    assert validate(made("container.image=i", "data=synthetic")) == []
+    assert validate(boxed("none", "i")) == []
 
 
 def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,20 +236,19 @@ def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     from src.launchers.slurm import script_of
     from src.launchers.slurm_sweep import groups
 
-    base = ["launcher=slurm", "data=synthetic", "run_name=one", f"paths.runs={tmp_path}"]
-
-    def planned(*overrides: str) -> tuple[str, LaunchPlan]:
-        config = compose([*base, *overrides]).config
+    def planned(name: str, image: str) -> tuple[str, LaunchPlan]:
+        config = boxed(name, image, "slurm", python="/opt/python")
+        config = replace(config, run_name="one", paths=replace(config.paths, runs=str(tmp_path)))
         plan = make_plan(config, [])
         return script_of(config, [plan]), plan
 
-    bare, _ = planned()
-    assert planned("container=podman", "container.image=i")[0] == bare
-    script, plan = planned("container=pyxis", "container.image=lab+t:2", "container.python=/opt/python")
+    bare, _ = planned("none", "i")
+    assert planned("podman", "i")[0] == bare
+    script, plan = planned("pyxis", "lab+t:2")
     (line,) = (line for line in script.splitlines() if line.startswith("srun "))
-    assert f"--container-image=lab+t:2 --container-mounts={tmp_path}:{tmp_path} --no-container" in line
+    assert f"--container-image=lab+t:2 --container-mounts=/c:/c,/d:/d,{tmp_path}:{tmp_path} --no-con" in line
     assert line.endswith(' /opt/python -m src.launchers.node "$run"')
-    other = planned("container=pyxis", "container.image=lab+t:3", "container.python=/opt/python")[1]
+    other = planned("pyxis", "lab+t:3")[1]
     assert groups([plan, other, plan]) == [[0, 2], [1]]
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import pytest
 
 from src.code_identity import CHECKOUT
 from src.compose import compose
-from src.config import Config
+from src.config import Config, ContainerConfig, PathsConfig
 from src.errors import UserError
 from src.launchers import allocation, checks, node_facts
 from src.launchers.checks import Check, NodeReport, check_before_ranks, check_node, judge
 from src.launchers.hostlist import expand
+from src.resolve import resolve
 
 NAMES = [
     *("disk", "writable", "shm", "memlock", "ports", "clock", "names", "processors", "packages", "launchers"),
@@ -28,8 +30,22 @@ SEEN = {"name": "a card", "total": 80 * 2**30, "taken": 2**29, "finite": True}
 
 
 @cache
-def made(*overrides: str) -> Config:
-    return compose(["data=synthetic", *overrides]).config
+def base() -> Config:
+    return compose(["data=synthetic"]).config
+
+
+def made(runs: Path | str = "/tmp", **thresholds: str) -> Config:
+    """A config with runs, data and caches below a folder, and thresholds of its own."""
+    paths = PathsConfig(f"{runs}/runs", f"{runs}/data", f"{runs}/cache")
+    limits = replace(base().platform.thresholds, **thresholds)
+    return replace(base(), paths=paths, platform=replace(base().platform, thresholds=limits))
+
+
+def launched(config: Config, **fields: Any) -> Config:
+    return replace(config, launcher=replace(config.launcher, **fields))
+
+
+BOXED = ContainerConfig("docker", "i")
 
 
 def states(report: NodeReport) -> dict[str, str]:
@@ -38,21 +54,20 @@ def states(report: NodeReport) -> dict[str, str]:
 
 def test_this_machine(tmp_path: Path) -> None:
     """CHECK-1: all checks without a GPU well within 20 s; what is not enough fails, and nothing else does."""
-    places = [f"paths.{name}={tmp_path}/{name}" for name in ("runs", "data", "cache")]
     started = time.monotonic()
-    report = check_node(made(*places, "platform.thresholds.disk=0B"))
+    report = check_node(made(tmp_path, disk="0B"))
     assert time.monotonic() - started < 20.0
     assert list(states(report)) == NAMES
     assert report.passed, report.text()
     assert not list(tmp_path.glob("runs/*"))
-    short = check_node(made(*places, "platform.thresholds.disk=9000TiB", "platform.thresholds.shm=9000TiB"))
+    short = check_node(made(tmp_path, disk="9000TiB", shm="9000TiB"))
     assert [name for name, state in states(short).items() if state != "ok"] == ["disk", "shm"]
     assert not short.passed
 
 
 def test_limits_that_are_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CHECK-1: each fact beside its threshold, by the numbers of a machine that is not this one."""
-    config = made("platform.thresholds.memlock=unlimited", f"paths.runs={tmp_path}")
+    config = made(tmp_path, memlock="unlimited")
     monkeypatch.setattr(node_facts.resource, "getrlimit", lambda what: (100, 100))
     assert not node_facts.memlock(config)[0]
     assert not node_facts.processors(config)[0]
@@ -62,11 +77,13 @@ def test_limits_that_are_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert node_facts.packages(config)[1].endswith("torch 2.11 to 2.13 wanted")
     monkeypatch.setattr(node_facts.time, "time", lambda: 1000.0)
     assert not node_facts.clock(config)[0]
-    assert node_facts.launchers(made("container=apptainer", "container.image=i"))[1].endswith("wanted")
+    assert node_facts.launchers(replace(config, container=ContainerConfig("apptainer", "i")))[1].endswith(
+        "wanted"
+    )
 
 
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, devices: int) -> Config:
-    config = made("platform.thresholds.probe=1s")
+    config = made(probe="1s")
     machine = checks.find_machine(config)
     shown = type(machine)("cuda", devices, None, "a test")
     monkeypatch.setattr(checks, "find_machine", lambda config: shown)
@@ -104,11 +121,8 @@ def test_what_a_probe_saw() -> None:
 
 def test_a_hung_check_holds_no_other_up() -> None:
     """CHECK-2: the checks that answer are there, in order."""
-    parts: list[Any] = [
-        ("a", lambda: (True, "")),
-        ("b", lambda: time.sleep(30)),
-        ("c", lambda: (False, "no")),
-    ]
+    looks: list[Any] = [lambda: (True, ""), lambda: time.sleep(30), lambda: (False, "no")]
+    parts = [checks.Part(name, look) for name, look in zip("abc", looks, strict=True)]
     found = checks.side_by_side(parts, 0.3)
     assert [check.state for check in found] == ["ok", "timeout", "failed"]
 
@@ -123,14 +137,12 @@ def test_nodes_of_a_job(tmp_path: Path) -> None:
     allocation.write_lists(reports, tmp_path)
     assert expand((tmp_path / "passing_nodes.txt").read_text().strip()) == ["n2"]
     assert (tmp_path / "failing_nodes.txt").read_text() == "n1,n3\n"
-    taken = made("launcher=slurm", f"launcher.exclude='@{tmp_path}/failing_nodes.txt'")
-    assert taken.launcher.exclude == "n1,n3"
+    taken = launched(base(), exclude=f"@{tmp_path}/failing_nodes.txt")
+    assert resolve(taken).launcher.exclude == "n1,n3"
     allocation.write_lists(reports[1:2], tmp_path)
-    made.cache_clear()
-    none = made("launcher=slurm", f"launcher.exclude='@{tmp_path}/failing_nodes.txt'")
-    assert none.launcher.exclude is None
+    assert resolve(taken).launcher.exclude is None
     with pytest.raises(UserError, match="gone cannot be read"):
-        made("launcher=slurm", "launcher.exclude=@/gone")
+        resolve(launched(base(), exclude="@/gone"))
     with pytest.raises(UserError, match="start it by salloc"):
         allocation.hosts_of({})
 
@@ -138,17 +150,38 @@ def test_nodes_of_a_job(tmp_path: Path) -> None:
 def test_before_ranks(tmp_path: Path) -> None:
     """CHECK-1: `info` says what is wrong, `strict` refuses with 3, `none` does not look."""
     said: list[str] = []
-    wrong = ("platform.thresholds.shm=9000TiB", f"paths.runs={tmp_path}")
-    check_before_ranks(made(*wrong), tmp_path, 0, said.append)
+    wrong = made(tmp_path, shm="9000TiB", disk="0B")
+    check_before_ranks(wrong, tmp_path, 0, said.append)
     assert (said, list(tmp_path.glob("checks.*"))) == ([], [])
-    check_before_ranks(made(*wrong, "launcher.checks=info"), tmp_path, 0, said.append)
+    check_before_ranks(launched(wrong, checks="info"), tmp_path, 0, said.append)
     assert ["shm: failed" in line for line in said] == [True]
     assert json.loads((tmp_path / "checks.0.json").read_text())["passed"] is False
     with pytest.raises(UserError, match=r"launcher\.checks=strict") as caught:
-        check_before_ranks(made(*wrong, "launcher.checks=strict"), tmp_path, 0, said.append)
+        check_before_ranks(launched(wrong, checks="strict"), tmp_path, 0, said.append)
     assert caught.value.code == 3
 
 
+@pytest.mark.gpu
+def test_a_real_gpu(tmp_path: Path) -> None:
+    """CHECK-1: a card that nobody uses passes, and says what it is."""
+    config = made(tmp_path, probe="60s")
+    report = check_node(replace(config, platform=replace(config.platform, name="cuda")))
+    found = next(check for check in report.checks if check.name == "gpu 0")
+    assert found.state == "ok", found
+    assert "GiB" in found.message
+
+
+def test_in_a_container_torch_is_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CHECK-1: a host without torch cannot look at a GPU, and need not."""
+    for module in (checks, node_facts):
+        monkeypatch.setattr(module, "package_version", lambda name: None)
+    config = gpu_machine(monkeypatch, 2)
+    assert states(check_node(replace(config, container=BOXED)))["gpu"] == "ok"
+    assert node_facts.packages(replace(config, container=BOXED))[0]
+    assert not node_facts.packages(made())[0]
+
+
+@pytest.mark.slow
 def test_script(tmp_path: Path) -> None:
     """CHECK-2: one JSON object a line with the same keys; exit 3 where something is wrong."""
     command = [

@@ -82,12 +82,12 @@ def test_it_trains(tmp_path: Path) -> None:
 def test_codes_and_signals(start: Start, tmp_path: Path) -> None:
     """CONT-2, EXIT-1: 42 is 42; SIGTERM saves and ends with 75."""
     failing = start("launching", *boxed(tmp_path, "fails"), "max_steps=3", FAKE_FAIL="0:exit42@2")
-    code, text = out(failing)
-    assert code == 42, text
     process = start("launching", *boxed(tmp_path, "stops"), "max_steps=4000", FAKE_SLEEP="0.05")
     wait_for(lambda: (tmp_path / "runs/stops/fake_step").exists())
     process.send_signal(signal.SIGTERM)
     assert out(process)[0] == 75
+    code, text = out(failing)
+    assert code == 42, text
     assert containers() == []
 
 
