@@ -24,12 +24,13 @@ from src.compose import load_config
 from src.config import Config
 from src.durations import seconds
 from src.errors import UserError
-from src.launchers import hostlist
+from src.launchers import hostlist, scheduler
 from src.launchers.checks import check_before_ranks
 from src.launchers.console import Console
 from src.launchers.contained import SLACK, Contained, Inside, cache_base
 from src.launchers.container import is_wrapped
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
+from src.launchers.flags import is_signalled
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
 from src.launchers.spread import Spread, spread
@@ -142,6 +143,7 @@ def run_ranks(
     if inside is None:
         check_before_ranks(config, run / "control", place.node, print)
     if inside is None and is_wrapped(config):
+        stop_before_limit(run, config, place)
         place_of_node = (place.node, place.nodes, place.first_host, place.job)
         told = Inside(allotted(), cache_base(config), worker, 1, *place_of_node)
         watcher = Watcher(run, config, Console(), signals, slack=SLACK)
@@ -156,6 +158,19 @@ def run_ranks(
     watcher = Watcher(run, config, Console(), signals)
     with applied(variables):
         return watcher.watch(lambda: start(run, share.ranks, chosen, meeting))
+
+
+def stop_before_limit(run: Path, config: Config, place: Place) -> None:
+    """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2)."""
+    if config.launcher.name != "slurm" or is_signalled(config) or place.node:
+        return
+    left = scheduler.time_left(str(place.job))
+    if left is not None:
+        stop = run / "control" / "stop"
+        wait = max(0, left - seconds(config.launcher.grace))
+        timer = threading.Timer(wait, stop.write_text, ["the time limit\n"])
+        timer.daemon = True
+        timer.start()
 
 
 def meet(place: Place, config: Config, attempt: int) -> Meeting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from src.compose import compose
 from src.config import Config, ContainerConfig
 from src.errors import UserError
-from src.launchers import container, container_command
+from src.launchers import container, container_command, node, scheduler
 from src.launchers.container import Mount, container_plan, ordered, passed_names
 from src.launchers.container_command import Where, contain, pyxis, render
+from src.launchers.flags import Flag
 from src.launchers.plan import LaunchPlan, make_plan
 from src.validate import validate
 
@@ -243,13 +245,52 @@ def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return script_of(config, [plan]), plan
 
     bare, _ = planned("none", "i")
-    assert planned("podman", "i")[0] == bare
+    assert planned("apptainer", "i")[0] == bare
     script, plan = planned("pyxis", "lab+t:2")
     (line,) = (line for line in script.splitlines() if line.startswith("srun "))
     assert f"--container-image=lab+t:2 --container-mounts=/c:/c,/d:/d,{tmp_path}:{tmp_path} --no-con" in line
     assert line.endswith(' /opt/python -m src.launchers.node "$run"')
     other = planned("pyxis", "lab+t:3")[1]
     assert groups([plan, other, plan]) == [[0, 2], [1]]
+
+
+def test_podman_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AGENT-2: a signal to every process of a step ends podman's monitor, so the agent asks for the stop."""
+    flags = {name: [flag.name for flag in _flags(boxed(name, "i", "slurm"))] for name in ("podman", "docker")}
+    assert ("signal" in flags["podman"], "signal" in flags["docker"]) == (False, True)
+    monkeypatch.setattr(scheduler, "time_left", lambda number: 61)
+    (tmp_path / "control").mkdir()
+    stop = tmp_path / "control" / "stop"
+    for name, number in (("docker", 0), ("podman", 1)):
+        node.stop_before_limit(tmp_path, boxed(name, "i", "slurm"), node.Place(number, 2, "n1", 7))
+    time.sleep(1.2)
+    assert not stop.exists()
+    node.stop_before_limit(tmp_path, boxed("podman", "i", "slurm"), node.Place(0, 2, "n1", 7))
+    assert not stop.exists()
+    end = time.monotonic() + 10
+    while not stop.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _flags(config: Config) -> list[Flag]:
+    return make_plan(config, []).flags
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("1-02:03:04\n", 93784),
+        ("2:03:04", 7384),
+        ("59:01", 3541),
+        ("0:09", 9),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_time_left(text: str, found: int | None) -> None:
+    """AGENT-2: squeue's way to print a time."""
+    assert scheduler.seconds_of(text) == found
 
 
 def test_refused_where_ranks_are_started_already() -> None:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.podman, pytest.mark.slow, pytest.ma
 
 
 def test_two_nodes_in_containers(cluster: Cluster) -> None:
-    """CONT-2, EXIT-1: a container to each node, which meet; the code of the rank that failed is the job's."""
+    """CONT-2, EXIT-1, AGENT-2: containers that meet and keep a rank's code; one saves before its limit."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -22,9 +22,15 @@ def test_two_nodes_in_containers(cluster: Cluster) -> None:
     boxed = ["container=podman", "container.image=/:O", f"container.python={sys.executable}"]
     boxed += [f"container.args=[{args}]", "mesh=ep2", "launcher.nodes=2"]
     cluster.job("boxed", *boxed, "+env.FAKE_FAIL=1:exit42@2")
+    alone = [word for word in boxed if not word.startswith(("mesh=", "launcher.nodes="))]
+    short = ["launcher.time=1m", "launcher.grace=45s", "launcher.max_requeues=0", "max_steps=4000"]
+    cluster.job("limited", *alone, *short, "+env.FAKE_SLEEP=0.05")
     code, text = cluster.end("boxed")
     assert code == 42, text
     assert cluster.status("boxed")["first_failing_rank"] == 1
+    code, text = cluster.end("limited")
+    assert code == 75, text
+    assert (cluster.run("limited") / "control" / "stop").read_text() == "the time limit\n"
     plan = json.loads((cluster.run("boxed") / "plan.json").read_text())
     assert plan["container"]["runtime"] == "podman"
     logs = {path.name for path in (cluster.run("boxed") / "ranks").iterdir()}
