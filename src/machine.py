@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.config import Config
@@ -39,6 +39,11 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return Machine("cpu", 1, *_memory(root))
     return Machine("cuda" if wanted == "auto" else wanted, gpus, None, "unprobed: the driver was not asked")
+
+
+def pinned(config: Config) -> Config:
+    """The config with the platform that ranks elsewhere must take, whatever devices they find."""
+    return replace(config, platform=replace(config.platform, name=find_machine(config).platform))
 
 
 def _of_a_job(config: Config) -> Machine:

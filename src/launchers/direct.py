@@ -86,6 +86,10 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
     if config.launcher.name == "slurm":
         message = f"launcher=slurm inside of {place.source}, which has started the ranks already"
         raise UserError([Problem("launcher", message, "type launcher=local or direct", "DIRECT-5")])
+    if config.container.name != "none":
+        message = f"{config.container.name}, but {place.source} has started the ranks already"
+        fix = f"put the container around what {place.source} starts, and type container=none"
+        raise UserError([Problem("container", message, fix, "CONT-1")])
     kind = role(place, config)
     launch = Launch(config, overrides)
     plan = make_plan(config, overrides)

@@ -18,8 +18,11 @@ from src.compose import dump_config
 from src.config import Config, KernelsConfig
 from src.digest import config_digest
 from src.errors import Problem, UserError
+from src.launchers.checks import check_before_ranks
 from src.launchers.closing import closing_screen
 from src.launchers.console import Console
+from src.launchers.contained import SLACK, Contained, Inside, cache_base, check_container
+from src.launchers.container import is_wrapped
 from src.launchers.environment import (
     Environment,
     Setting,
@@ -32,7 +35,7 @@ from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
-from src.machine import find_machine
+from src.machine import find_machine, pinned
 from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
@@ -71,6 +74,7 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         worker: module that each rank runs as `python -m <worker> RUN`.
         jobs: jobs of a sweep beside this one, itself included; they share the cores.
     """
+    config = pinned(config) if is_wrapped(config) else config
     return guarded(Launch(config, overrides, worker, jobs), find_and_run)
 
 
@@ -104,6 +108,7 @@ def find_and_run(launch: Launch) -> int:
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
+        check_container(launch.config)
         check_kernels(launch.config, plan.platform)
     for notice in plan.notices:
         console.line(f"notice     {notice}")
@@ -125,13 +130,15 @@ def find_and_run(launch: Launch) -> int:
 def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, key: str | None) -> int:
     """One attempt at the run: write its papers, prepare, run the ranks, settle `status.json`, report."""
     status = Status("running", taken.attempt, config_digest(launch.config))
-    importing = import_agent_early() if launch.config.mesh.world > 1 else None
+    imports_agent = launch.config.mesh.world > 1 and not is_wrapped(launch.config)
+    importing = import_agent_early() if imports_agent else None
     try:
         with failures_in(status):
             environment = describe_environment(launch)
             runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
             log_files(launch, taken.path)
             status.write(taken.path)
+            check_before_ranks(launch.config, taken.path / "control", 0, launch.console.line)
             prepare_data(launch)
             if importing is not None:
                 importing.join()
@@ -246,6 +253,8 @@ def check_kernels(config: Config, platform: str) -> None:
     """
     if platform != "cpu" or config.kernels in (KernelsConfig("auto"), KernelsConfig("eager")):
         return
+    if is_wrapped(config):
+        return
     import torch
 
     from src.trainer.backends.registry import backend_class
@@ -262,12 +271,24 @@ def log_files(launch: Launch, run: Path) -> None:
 def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
     """Start the ranks and wait for the last of them."""
     world = launch.config.mesh.world
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
-    launch.console.line(f"ranks      {world} on this machine, logs in {taken.path / 'ranks'}")
+    wrapped = is_wrapped(launch.config)
+    where = f"in a container of {launch.config.container.name}" if wrapped else "on this machine"
+    launch.console.line(f"ranks      {world} {where}, logs in {taken.path / 'ranks'}")
     screen = Screen(taken.path, launch.config, launch.console)
+    if wrapped:
+        return run_contained(launch, taken, screen)
+    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
     watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen)
     with applied(variables), launch.console.phase("train"):
         return watcher.watch(lambda: start(taken.path, world, launch.worker))
+
+
+def run_contained(launch: Launch, taken: Claim, screen: Screen) -> Ended:
+    """As `run_ranks`, with the agent in a container; the variables are made up there (CONT)."""
+    told = Inside(cores(), cache_base(launch.config), launch.worker, launch.jobs)
+    watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen, SLACK)
+    with launch.console.phase("train"):
+        return watcher.watch(lambda: Contained(taken.path, launch.config, told, 0))
 
 
 def finish(launch: Launch, run: Path, status: Status) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from src.config import Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
+from src.launchers.container import ContainerPlan
+from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
@@ -93,6 +95,8 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
+    container: ContainerPlan | None = None
+    """What wraps the ranks of each node."""
 
     def json(self) -> dict[str, Any]:
         """The plan as plain data: `plan.json`, and the last line of a dry run."""
@@ -123,6 +127,7 @@ class LaunchPlan:
             ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
             *[("notice", notice) for notice in self.notices],
             ("each rank", self.command),
+            *([("container", self.container.command)] if self.container else []),
         ]
         lines += [
             ("flags" if k == 0 else "", f"{flag}  ({flag.origin})") for k, flag in enumerate(self.flags)
@@ -163,7 +168,7 @@ def make_plan(
     ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
     counts = count(config.model)
     share = spread(config, machine.platform)
-    return LaunchPlan(
+    plan = LaunchPlan(
         run_directory=run,
         config_digest=config_digest(config),
         identity=identity(config),
@@ -190,6 +195,7 @@ def make_plan(
         stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
         flags=_flags(config, overrides, share, machine.platform),
     )
+    return contain(plan, config, os.environ)
 
 
 def check_memory(plan: LaunchPlan) -> None:

@@ -19,9 +19,10 @@ from src.launchers.jobs import Job, data_failure, make_jobs
 from src.launchers.launch import Launch, check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text
 from src.launchers.scheduler import max_array_size, need_slurm
-from src.launchers.slurm import FOLDER, living_job, open_attempt, pinned, script_of, side_by_side, submit_runs
+from src.launchers.slurm import FOLDER, living_job, open_attempt, script_of, side_by_side, submit_runs
 from src.launchers.snapshot import snapshot
 from src.launchers.sweep import Sweep, plan_jobs
+from src.machine import pinned
 from src.report import write_report
 
 MOST_LINES = 16
@@ -59,7 +60,10 @@ def groups(plans: Sequence[LaunchPlan], most: int | None = None) -> list[list[in
     """Places of plans that ask for the same, in sweep order: one array each, of `most` tasks or fewer."""
     found: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for place, plan in enumerate(plans):
-        found.setdefault(tuple((flag.name, flag.value) for flag in plan.flags), []).append(place)
+        asked = [(flag.name, flag.value) for flag in plan.flags]
+        if plan.container is not None and plan.container.runtime == "pyxis":
+            asked.append((plan.container.python, plan.container.command))
+        found.setdefault(tuple(asked), []).append(place)
     size = most or len(plans)
     return [group[k : k + size] for group in found.values() for k in range(0, len(group), size)]
 
