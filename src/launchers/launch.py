@@ -262,7 +262,7 @@ def log_files(launch: Launch, run: Path) -> None:
 def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
     """Start the ranks and wait for the last of them."""
     world = launch.config.mesh.world
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
+    variables = environment.of_ranks(taken.attempt)
     launch.console.line(f"ranks      {world} on this machine, logs in {taken.path / 'ranks'}")
     screen = Screen(taken.path, launch.config, launch.console)
     watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen)

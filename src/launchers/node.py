@@ -107,7 +107,7 @@ def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ende
     environment = node_environment(config, share.ranks, meeting)
     if place.node == 0:
         write_json(run / "env.json", environment.json())
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(attempt)}
+    variables = environment.of_ranks(attempt)
     worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
     watcher = Watcher(run, config, Console(), signals)
     with applied(variables):

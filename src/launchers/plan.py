@@ -17,6 +17,7 @@ from src.errors import Problem, UserError
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.network import Network
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
@@ -280,11 +281,10 @@ def _environment(config: Config, machine: Machine) -> dict[str, str]:
     ranks, launcher = spread(config, machine.platform).ranks, config.launcher
     # On a scheduler's node are the cores that the job asks for, not those of this machine.
     given = (launcher.cpus_per_task or ranks) if launcher.name == "slurm" else cores()
-    setting = Setting(config, machine.platform, ranks=ranks, cores=given, cache=cache)
-    listed = rank_environment(setting, os.environ).json()
-    return {
-        name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")
-    }
+    network = None if launcher.name == "slurm" else Network()
+    setting = Setting(config, machine.platform, ranks, cores=given, cache=cache, network=network)
+    listed = rank_environment(setting, os.environ).public()
+    return {name: value for name, value in sorted(listed.items()) if not value.startswith("unprobed/")}
 
 
 def bytes_text(size: int) -> str:
