@@ -288,8 +288,8 @@ class SweepConfig:
     """Place of this job in its sweep; set by the launcher."""
     keys: list[str] = field(default_factory=list)
     """Keys that the sweep varies; set by the launcher."""
-    objective: str = "heldout_loss"
-    """Value that an adaptive sweeper reads."""
+    objective: str = choice("heldout_loss", "bits_per_byte", "last_loss", "best_loss", "tokens_per_s")
+    """Column of the report that an adaptive sweeper reads."""
     fail_fast: bool = False
     """Stop the sweep at the first failed job."""
     prepare_parallel: int = 1

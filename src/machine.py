@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from src.code_identity import toolkit
 from src.config import Config
 
 HIDING = {
@@ -58,6 +59,11 @@ def _of_a_job(config: Config) -> Machine:
     return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, None, source)
 
 
+def _is_usable(platform: str) -> bool:
+    """Whether `auto` may take it: many a laptop's processor counts as an AMD GPU, but not for its torch."""
+    return platform != "rocm" or toolkit().startswith("rocm")
+
+
 def visible(
     platform: str, root: Path = Path("/"), shell: Mapping[str, str] = os.environ
 ) -> tuple[str, list[str]]:
@@ -79,7 +85,7 @@ def _nvidia(root: Path) -> int:
 
 
 def _amd(root: Path) -> int:
-    """Nodes of the driver's topology whose render device is here; a container may show fewer than there are."""
+    """Nodes of the driver's topology whose render device is here, for a container may show a few of them."""
     found = 0
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         properties = dict(line.split(maxsplit=1) for line in _lines(file) if " " in line)

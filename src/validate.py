@@ -363,16 +363,6 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 
 _PARTS = (
-    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(
-        _model,
-        backend_problems,
-        force_problems,
-        _precision,
-        _checkpoint,
-        _resume,
-        _logger,
-        _network,
-        _profile,
-    ),
+    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline, _network),
+    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
 )

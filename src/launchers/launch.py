@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from src import runs
@@ -58,11 +58,13 @@ class Launch:
     """Module that a rank runs."""
     jobs: int = 1
     """Jobs of the same sweep that run side by side on this machine."""
+    seat: int = 0
+    """Which of them this is."""
     console: Console = field(default_factory=Console)
     signals: Signals = field(default_factory=Signals)
 
 
-def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1) -> int:
+def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1, seat: int = 0) -> int:
     """Train one run to its end and return its exit code (EXIT); refusals are printed, not raised.
 
     Args:
@@ -70,8 +72,9 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         overrides: the command line's overrides, for the record and the next commands.
         worker: module that each rank runs as `python -m <worker> RUN`.
         jobs: jobs of a sweep beside this one, itself included; they share the cores.
+        seat: which of them this is; each has compiler caches of its own.
     """
-    return guarded(Launch(config, overrides, worker, jobs), find_and_run)
+    return guarded(Launch(config, overrides, worker, jobs, seat), find_and_run)
 
 
 def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
@@ -205,7 +208,7 @@ def describe_environment(launch: Launch) -> Environment:
         ranks=launch.config.mesh.world,
         jobs=launch.jobs,
         cores=cores(),
-        cache=cache,
+        cache=cache / f"seat-{launch.seat}" if launch.seat else cache,
     )
     return rank_environment(setting, os.environ)
 
@@ -217,7 +220,7 @@ def papers(
     files = {
         "config.yaml": dump_config(launch.config),
         "overrides.yaml": overrides_text(launch.overrides),
-        "plan.json": json.dumps(plan.json(), indent=2) + "\n",
+        "plan.json": json.dumps(replace(plan, jobs=launch.jobs).json(), indent=2) + "\n",
         "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
         "code.diff": code_diff(),
     }

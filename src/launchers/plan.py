@@ -94,6 +94,8 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
+    jobs: int = 1
+    """Jobs of a sweep that share the machine with this one, itself included."""
 
     def json(self) -> dict[str, Any]:
         """The plan as plain data: `plan.json`, and the last line of a dry run."""
