@@ -160,8 +160,9 @@ class Search:
     def _ask(self, number: int) -> Trial:
         """The next trial, drawn as a function of seed and number: a search that goes on is the same."""
         seed = self._settings.sampler.get("seed")
-        own = {} if seed is None else {"seed": seed + number}
-        self._study.sampler = instantiate(self._settings.sampler, **own)
+        self._study.sampler = instantiate(
+            self._settings.sampler, **({} if seed is None else {"seed": seed_of(seed, number)})
+        )
         distributions = {key: distribution(domain) for key, domain in self._space.domains.items()}
         asked = self._study.ask(distributions)
         return Trial(asked.number, asked.params)
@@ -216,6 +217,11 @@ class Search:
         best = self._study.best_trial
         pairs = " ".join(self._space.overrides(best.params)[len(self._space.fixed) :])
         return f"{text}\nbest       trial {best.number}: {show(best.value)} with {pairs}"
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Seed of one trial's sampler; those of neighbours have nothing in common."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4], "big")
 
 
 def distribution(domain: Domain) -> optuna.distributions.BaseDistribution:

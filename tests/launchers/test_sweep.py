@@ -34,9 +34,9 @@ def test_names(config: Config) -> None:
     jobs = [
         ["max_steps=3", f"seed={seed}", f"mesh={mesh}"] for seed in (0, 1) for mesh in ("ep2pp2", "single")
     ]
-    assert swept_places(jobs) == [1, 2]
-    assert swept_places([["seed=0", "max_steps=3"]]) == [0, 1]
     typed = ["max_steps=3", "seed=0,1", "mesh=ep2pp2,single"]
+    assert swept_places(jobs[0], typed) == [1, 2]
+    assert swept_places(["seed=0", "max_steps=3"], ["seed=0", "max_steps=3"]) == [0, 1]
     made = make_jobs([config] * 4, jobs, typed)
     assert made[0].name == "seed-0-mesh-ep2pp2"
     assert [job.config.sweep.index for job in made] == [0, 1, 2, 3]
@@ -44,7 +44,9 @@ def test_names(config: Config) -> None:
     other = make_jobs([config] * 4, jobs, list(reversed(typed)))
     assert made[0].config.sweep.name == other[0].config.sweep.name
     assert re.fullmatch(r"deepseek_v2-[0-9a-f]{8}", str(made[0].config.sweep.name))
-    long = make_jobs([config] * 2, [[f"data.files=[{'x' * 300}{end}]"] for end in "ab"], ["data.files=..."])
+    long = make_jobs(
+        [config] * 2, [[f"data.files=[{'x' * 300}{end}]"] for end in "ab"], ["data.files=[a],[b]"]
+    )
     assert len({job.name for job in long}) == 2
     assert max(len(job.name) for job in long) <= 96
 
