@@ -87,6 +87,8 @@ class LauncherConfig:
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
+    node_rank_from: str = choice("NODE_RANK", "completion_index", "hostname")
+    """Where a pod without `NODE_RANK` finds its number: `JOB_COMPLETION_INDEX`, or its host name's end."""
     wait: bool = True
     """Follow the job to its end; `false` prints its id and returns."""
     on_interrupt: str = choice("cancel", "detach")

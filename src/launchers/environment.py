@@ -54,11 +54,11 @@ class Environment:
         }
         return {**self.values, "MANYHEAD_ATTEMPT": str(attempt), SHARED: json.dumps(same)}
 
-    def apply(self, modules: Mapping[str, object] = sys.modules) -> None:
+    def apply(self, attempt: int, modules: Mapping[str, object] = sys.modules) -> None:
         """Make it this process's own, before torch is imported, which reads most of it then (ENV-3)."""
         if "torch" in modules:
             raise RuntimeError("the environment is applied before torch is imported")
-        os.environ.update(self.values)
+        os.environ.update(self.of_ranks(attempt))
 
 
 def is_secret(name: str) -> bool:

@@ -32,8 +32,6 @@ from src.machine import find_machine
 from src.records import read_json, write_json
 from src.runs import attempts
 
-STEP_PORTS = 101
-"""Distance between the ports of the config's store and of the agents, where srun starts agents directly."""
 KILL_WAIT = 600.0
 """Seconds that a node which was told to end waits to be killed (AGENT-3)."""
 
@@ -45,7 +43,9 @@ class Place:
     node: int
     nodes: int
     first_host: str
-    job: int
+    job: int = 0
+    port: int | None = None
+    """Where the agents meet; None follows from the job's number."""
 
 
 def place_of(shell: Mapping[str, str]) -> Place:
@@ -71,12 +71,11 @@ def run_node(run: str) -> None:
     os._exit(code)
 
 
-def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
-    """Run one node's share of a launch that srun started without a job of ours; returns the node's code."""
+def run_share(run: Path, place: Place) -> int:
+    """Run one node's share of a launch whose agents were started without a job of ours; returns its code."""
     signals = Signals()
-    step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
     with signals.installed(), signals.collected():
-        return settle_node(run, Place(number, nodes, first_host, step + STEP_PORTS), signals)
+        return settle_node(run, place, signals)
 
 
 def settle_node(run: Path, place: Place, signals: Signals) -> int:
@@ -116,12 +115,17 @@ def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ende
 
 def meet(place: Place, config: Config, attempt: int) -> Meeting:
     """Where the agents meet: the first host, at a port that differs between jobs (LOCAL-1, ELA-5)."""
-    try:
-        socket.getaddrinfo(place.first_host, None)
-    except OSError as error:
-        raise UserError(f"the first host {place.first_host} does not resolve: {error}", code=6) from error
-    port = 12000 + (place.job + 7 * attempt) % 20000
+    check_address(place.first_host)
+    port = place.port or 12000 + (place.job + 7 * attempt) % 20000
     return Meeting(place.first_host, port, place.node, place.nodes, seconds(config.launcher.timeout))
+
+
+def check_address(host: str) -> None:
+    """Raise `UserError` (6) at once where a name does not resolve: torch would try it for minutes (ELA-5)."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UserError(f"the first host {host} does not resolve: {error}", code=6) from error
 
 
 def allotted() -> int:
