@@ -1,4 +1,4 @@
-"""The store through which processes that were started together tell each other what rank 0 decided (DIRECT-1).
+"""The store through which processes that were started together learn what rank 0 decided (DIRECT-1).
 
 No file system need be shared: the config goes one way through it, the agents' records the other way.
 """
