@@ -229,10 +229,8 @@ def speed_notes(found: list[Group]) -> list[str]:
     for group in found:
         counts = sorted({run.jobs for run in group.runs})
         if len(counts) > 1:
-            words = " and ".join(f"{sum(r.jobs == k for r in group.runs)} of {k}" for k in counts)
-            notes.append(
-                f"tokens_per_s of {group.name} averages runs of unequal company: {words} side by side."
-            )
+            words = " and ".join(f"{k} (n={sum(r.jobs == k for r in group.runs)})" for k in counts)
+            notes.append(f"tokens_per_s of {group.name} mixes runs of {words} jobs side by side.")
     shared = sorted({run.jobs for group in found for run in group.runs} - {1})
     if shared:
         sizes = ", ".join(str(k) for k in shared)
