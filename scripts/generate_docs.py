@@ -75,8 +75,11 @@ def exit_codes() -> str:
 
 def environment() -> str:
     """The variables that a launch sets for its ranks."""
-    rows = [(f"`{row.name}`", row.kind, ", ".join(row.platforms), row.reason) for row in TABLE]
-    return table(("variable", "kind", "platforms", "reason"), rows)
+    rows = [
+        (f"`{row.name}`", row.rule.words, row.where, row.kind, ", ".join(row.platforms), row.reason)
+        for row in TABLE
+    ]
+    return table(("variable", "value", "decided by", "kind", "platforms", "reason"), rows)
 
 
 def options() -> str:

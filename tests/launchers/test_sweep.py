@@ -146,7 +146,7 @@ def test_slots(
 def test_jobs_side_by_side_share_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch, parallel: str
 ) -> None:
-    """LOCAL-3, ENV-2: disjoint GPUs out of those that are shown, and caches of their own; freed ones are used."""
+    """LOCAL-3, ENV-2: disjoint GPUs out of those that are shown, and a seat each; freed ones are used."""
     shown = ("HIP_VISIBLE_DEVICES", ["7", "3", "GPU-1f", "0", "5"])
     monkeypatch.setattr("src.launchers.sweep.free_devices", lambda config: shown)
     jobs = []
@@ -182,15 +182,14 @@ def test_caches_of_a_seat(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     mine = copy.deepcopy(config)
     mine.paths.cache = str(tmp_path)
-    found = {
-        describe_environment(Launch(mine, [], seat=seat)).values["TORCHINDUCTOR_CACHE_DIR"]
-        for seat in range(3)
-    }
+    launches = [Launch(mine, [], seat=seat) for seat in range(3)]
+    found = {describe_environment(launch).values["TORCHINDUCTOR_CACHE_DIR"] for launch in launches}
     assert len(found) == 3
     assert {Path(path).parent.name for path in found} >= {"seat-1", "seat-2"}
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_pairs_of_jobs_never_meet(start: Start, tmp_path: Path) -> None:
     """LOCAL-1: 20 pairs of concurrent launches, two ranks each: no port, directory or store in common."""
     for pair in range(20):
