@@ -20,6 +20,7 @@ from src.launchers.environment import (
     rank_environment,
     unknown_names,
 )
+from src.launchers.environment_omitted import OMITTED
 from src.trainer.runtime import check_shared
 
 
@@ -101,6 +102,14 @@ def test_table() -> None:
     assert {row.where for row in TABLE} == {"launch", "node", "rank"}
     assert {row.kind for row in TABLE} == {"int", "bool", "text", "path", "secret"}
     assert {"RANK", "LOCAL_RANK", "MASTER_ADDR", "NODE_RANK"} <= set(INHERITED)
+
+
+def test_what_is_left_out_is_not_in_the_table() -> None:
+    """ENV: the list of what another launcher sets has a reason for each, and nothing that the table sets."""
+    names = [name for names, _ in OMITTED for name in names]
+    assert len(names) == len(set(names))
+    assert not {row.name for row in TABLE} & set(names)
+    assert all(reason.endswith(".") for _, reason in OMITTED)
 
 
 def test_paths_and_secrets_by_name() -> None:
