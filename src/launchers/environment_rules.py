@@ -88,9 +88,7 @@ def wait_policy(setting: Setting) -> str | None:
 
 def network_device(setting: Setting) -> str | None:
     """Name of the device over which ranks meet: loopback on one machine, else that to the first host."""
-    if setting.network is None:
-        return None
-    return setting.network.route(setting.meeting or "127.0.0.1")
+    return None if setting.network is None else setting.network.route(setting.meeting)
 
 
 LAYERS = {"ib": "InfiniBand", "roce": "Ethernet", "ainic": "Ethernet"}

@@ -25,14 +25,20 @@ PLUGINS = ("librccl-anp.so", "librccl-net.so")
 LIBRARIES = ("opt/rocm/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib")
 
 
-def device_to(host: str) -> str | None:
-    """Name of the device over which packets to `host` leave; None where there is no route or no name."""
+def device_to(host: str | None) -> str | None:
+    """Name of the device over which packets to `host` leave; None where there is no route or no name.
+
+    Without a host it is the loopback device, and no socket is opened, for a dry run opens none (CFG-17).
+    """
+    if host is None:
+        names = {name for _, name in socket.if_nameindex()}
+        return next((name for name in ("lo", "lo0") if name in names), None)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((host, 9))
             address = route.getsockname()[0]
-            names = (name for _, name in socket.if_nameindex())
-            return next((name for name in names if _address(route, name) == address), None)
+            found = (name for _, name in socket.if_nameindex() if _address(route, name) == address)
+            return next(found, None)
     except OSError:
         return None
 
@@ -63,7 +69,7 @@ class Network:
 
     root: Path = Path("/")
     shell: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    route: Callable[[str], str | None] = device_to
+    route: Callable[[str | None], str | None] = device_to
     qos: Callable[[], str] = quality_of_service
 
     def active_ports(self, layer: str) -> list[str]:

@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def network(root: Path, qos: str = "", **shell: str) -> Network:
-    return Network(root, shell, {"127.0.0.1": "lo", "n1": "eth7"}.get, lambda: qos)
+    return Network(root, shell, {None: "lo", "n1": "eth7"}.get, lambda: qos)
 
 
 def values(
