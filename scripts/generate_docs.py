@@ -25,6 +25,7 @@ from src.kernels.declaration import EAGER, Implementation
 from src.kernels.registry import AUTO
 from src.kernels.table import IMPLEMENTATIONS
 from src.launchers.environment import TABLE
+from src.launchers.environment_omitted import OMITTED
 from src.models.schema import FAMILIES, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,8 +76,18 @@ def exit_codes() -> str:
 
 def environment() -> str:
     """The variables that a launch sets for its ranks."""
-    rows = [(f"`{row.name}`", row.kind, ", ".join(row.platforms), row.reason) for row in TABLE]
-    return table(("variable", "kind", "platforms", "reason"), rows)
+    rows = [
+        (f"`{row.name}`", row.rule.words, row.where, row.kind, ", ".join(row.platforms), row.reason)
+        for row in TABLE
+    ]
+    return table(("variable", "value", "decided by", "kind", "platforms", "reason"), rows)
+
+
+def environment_omitted() -> str:
+    """The variables that another launcher sets and ours does not."""
+    shown = [[f"`{name}`" + "…" * name.endswith("_") for name in names] for names, _ in OMITTED]
+    rows = [(", ".join(names), reason) for names, (_, reason) in zip(shown, OMITTED, strict=True)]
+    return table(("variable there", "why not here"), rows)
 
 
 def options() -> str:
@@ -218,6 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "preferred": preferred,
     "exit-codes": exit_codes,
     "environment": environment,
+    "environment-omitted": environment_omitted,
     "options": options,
     "benchmarks": benchmarks,
     "speed": speed,

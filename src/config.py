@@ -87,6 +87,8 @@ class LauncherConfig:
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
+    node_rank_from: str = choice("NODE_RANK", "completion_index", "hostname")
+    """Where a pod without `NODE_RANK` finds its number: `JOB_COMPLETION_INDEX`, or its host name's end."""
     wait: bool = True
     """Follow the job to its end; `false` prints its id and returns."""
     on_interrupt: str = choice("cancel", "detach")
@@ -300,8 +302,8 @@ class SweepConfig:
     """Place of this job in its sweep; set by the launcher."""
     keys: list[str] = field(default_factory=list)
     """Keys that the sweep varies; set by the launcher."""
-    objective: str = "heldout_loss"
-    """Value that an adaptive sweeper reads."""
+    objective: str = choice("heldout_loss", "bits_per_byte", "last_loss", "best_loss", "tokens_per_s")
+    """Column of the report that an adaptive sweeper reads."""
     fail_fast: bool = False
     """Stop the sweep at the first failed job."""
     prepare_parallel: int = 1

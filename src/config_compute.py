@@ -191,4 +191,6 @@ class PlatformConfig:
 
     name: str = choice("auto", "cpu", "cuda", "rocm")
     """`auto` takes a GPU if there is one."""
+    network: str = choice("none", "ib", "roce", "ainic", "ethernet")
+    """What nodes are joined by; `none` leaves it to NCCL, `ethernet` takes sockets, `ainic` is AMD's card."""
     thresholds: ThresholdsConfig = field(default_factory=ThresholdsConfig)

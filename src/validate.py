@@ -345,6 +345,13 @@ def _logger(config: Config) -> Iterator[Problem]:
         )
 
 
+def _network(config: Config) -> Iterator[Problem]:
+    platform = config.platform
+    if platform.network == "ainic" and platform.name in ("cpu", "cuda"):
+        message = f"ainic is a card of AMD's that RCCL drives, but platform={platform.name}"
+        yield Problem("platform.network", message, "type platform=rocm, or another network", "ENV")
+
+
 def _profile(config: Config) -> Iterator[Problem]:
     steps, ranks = config.profile.steps, config.profile.ranks
     if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
@@ -369,7 +376,7 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 
 _PARTS = (
-    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
+    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline, _network),
     *(_model, backend_problems, force_problems, container_problems),
     *(_precision, _sizes_of_bytes, _resume, _logger, _profile),
 )

@@ -20,6 +20,7 @@ from src import runs
 from src.code_identity import CHECKOUT
 from src.config import Config
 from src.errors import UserError
+from src.launchers.caches import cache_root
 from src.launchers.container import (
     ContainerPlan,
     container_plan,
@@ -29,7 +30,6 @@ from src.launchers.container import (
     typed_mount,
 )
 from src.launchers.container_command import Where, render
-from src.launchers.environment import cache_root
 from src.machine import find_machine
 from src.records import read_json, write_json
 
@@ -64,6 +64,8 @@ class Inside:
     """Module that a rank runs."""
     jobs: int = 1
     """Jobs of a sweep side by side on the machine."""
+    seat: int = 0
+    """Which of them this is."""
     node: int = 0
     nodes: int = 1
     first_host: str = "localhost"

@@ -15,12 +15,12 @@ from src.launchers.environment import TABLE
 PASSED = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
     *("NCCL_*", "RCCL_*", "UCX_*", "GLOO_*", "TORCH_*", "TRITON_*", "OMP_*", "MANYHEAD_*", "SLURM_JOB_ID"),
-    *("HF_*", "WANDB_*", "MLFLOW_*", "DATABRICKS_*", "http_proxy", "https_proxy", "no_proxy", "TZ"),
+    *("HF_*", "WANDB_*", "http_proxy", "https_proxy", "no_proxy", "TZ"),
 )
 """Patterns of variables that pass beside those of the environment table, `env` and `container.env`."""
 KEPT_OUT = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH")
 """The image's own: the host's name places that are not there."""
-CACHES = ({row.name for row in TABLE if row.kind == "path"} | {"HF_HOME"}) - set(KEPT_OUT)
+CACHES = {row.name for row in TABLE if row.kind == "path"} - set(KEPT_OUT)
 """Variables that name a directory of a cache; set outside, they are mounted where they point."""
 
 

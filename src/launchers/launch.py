@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from src import runs
@@ -18,6 +18,7 @@ from src.compose import dump_config
 from src.config import Config, KernelsConfig
 from src.digest import config_digest
 from src.errors import Problem, UserError
+from src.launchers.caches import cache_root, seated
 from src.launchers.checks import check_before_ranks
 from src.launchers.closing import closing_screen
 from src.launchers.console import Console
@@ -26,7 +27,6 @@ from src.launchers.container import is_wrapped
 from src.launchers.environment import (
     Environment,
     Setting,
-    cache_root,
     cores,
     rank_environment,
     unknown_names,
@@ -61,11 +61,13 @@ class Launch:
     """Module that a rank runs."""
     jobs: int = 1
     """Jobs of the same sweep that run side by side on this machine."""
+    seat: int = 0
+    """Which of them this is."""
     console: Console = field(default_factory=Console)
     signals: Signals = field(default_factory=Signals)
 
 
-def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1) -> int:
+def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1, seat: int = 0) -> int:
     """Train one run to its end and return its exit code (EXIT); refusals are printed, not raised.
 
     Args:
@@ -73,9 +75,10 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         overrides: the command line's overrides, for the record and the next commands.
         worker: module that each rank runs as `python -m <worker> RUN`.
         jobs: jobs of a sweep beside this one, itself included; they share the cores.
+        seat: which of them this is; each has compiler caches of its own.
     """
     config = pinned(config) if is_wrapped(config) else config
-    return guarded(Launch(config, overrides, worker, jobs), find_and_run)
+    return guarded(Launch(config, overrides, worker, jobs, seat), find_and_run)
 
 
 def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
@@ -212,7 +215,7 @@ def describe_environment(launch: Launch) -> Environment:
         ranks=launch.config.mesh.world,
         jobs=launch.jobs,
         cores=cores(),
-        cache=cache,
+        cache=seated(cache, launch.seat),
     )
     return rank_environment(setting, os.environ)
 
@@ -224,7 +227,7 @@ def papers(
     files = {
         "config.yaml": dump_config(launch.config),
         "overrides.yaml": overrides_text(launch.overrides),
-        "plan.json": json.dumps(plan.json(), indent=2) + "\n",
+        "plan.json": json.dumps(replace(plan, jobs=launch.jobs).json(), indent=2) + "\n",
         "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
         "code.diff": code_diff(),
     }
@@ -277,7 +280,7 @@ def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
     screen = Screen(taken.path, launch.config, launch.console)
     if wrapped:
         return run_contained(launch, taken, screen)
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
+    variables = environment.of_ranks(taken.attempt)
     watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen)
     with applied(variables), launch.console.phase("train"):
         return watcher.watch(lambda: start(taken.path, world, launch.worker))
@@ -285,7 +288,7 @@ def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
 
 def run_contained(launch: Launch, taken: Claim, screen: Screen) -> Ended:
     """As `run_ranks`, with the agent in a container; the variables are made up there (CONT)."""
-    told = Inside(cores(), cache_base(launch.config), launch.worker, launch.jobs)
+    told = Inside(cores(), cache_base(launch.config), launch.worker, launch.jobs, launch.seat)
     watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen, SLACK)
     with launch.console.phase("train"):
         return watcher.watch(lambda: Contained(taken.path, launch.config, told, 0))

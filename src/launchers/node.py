@@ -25,11 +25,12 @@ from src.config import Config
 from src.durations import seconds
 from src.errors import UserError
 from src.launchers import hostlist, scheduler
+from src.launchers.caches import cache_root, seated
 from src.launchers.checks import check_before_ranks
 from src.launchers.console import Console
 from src.launchers.contained import SLACK, Contained, Inside, cache_base
 from src.launchers.container import is_wrapped
-from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
+from src.launchers.environment import Environment, Setting, cores, rank_environment
 from src.launchers.flags import is_signalled
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
@@ -39,8 +40,6 @@ from src.machine import find_machine
 from src.records import read_json, write_json
 from src.runs import attempts
 
-STEP_PORTS = 101
-"""Distance between the ports of the config's store and of the agents, where srun starts agents directly."""
 KILL_WAIT = 600.0
 """Seconds that a node which was told to end waits to be killed (AGENT-3)."""
 HOST_GONE = 137
@@ -54,7 +53,9 @@ class Place:
     node: int
     nodes: int
     first_host: str
-    job: int
+    job: int = 0
+    port: int | None = None
+    """Where the agents meet; None follows from the job's number."""
 
 
 def place_of(shell: Mapping[str, str]) -> Place:
@@ -80,12 +81,11 @@ def run_node(run: str) -> None:
     os._exit(code)
 
 
-def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
-    """Run one node's share of a launch that srun started without a job of ours; returns the node's code."""
+def run_share(run: Path, place: Place) -> int:
+    """Run one node's share of a launch whose agents were started without a job of ours; returns its code."""
     signals = Signals()
-    step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
     with signals.installed(), signals.collected():
-        return settle_node(run, Place(number, nodes, first_host, step + STEP_PORTS), signals)
+        return settle_node(run, place, signals)
 
 
 def run_inside(run: str, inside: Inside) -> None:
@@ -145,7 +145,7 @@ def run_ranks(
     if inside is None and is_wrapped(config):
         stop_before_limit(run, config, place)
         place_of_node = (place.node, place.nodes, place.first_host, place.job)
-        told = Inside(allotted(), cache_base(config), worker, 1, *place_of_node)
+        told = Inside(allotted(), cache_base(config), worker, 1, 0, *place_of_node)
         watcher = Watcher(run, config, Console(), signals, slack=SLACK)
         return watcher.watch(lambda: Contained(run, config, told, place.node * share.ranks))
     attempt = attempts(run)
@@ -153,7 +153,7 @@ def run_ranks(
     environment = node_environment(config, share.ranks, meeting, inside)
     if place.node == 0:
         write_json(run / "env.json", environment.json())
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(attempt)}
+    variables = environment.of_ranks(attempt)
     chosen = worker if inside is None else inside.worker
     watcher = Watcher(run, config, Console(), signals)
     with applied(variables):
@@ -175,12 +175,17 @@ def stop_before_limit(run: Path, config: Config, place: Place) -> None:
 
 def meet(place: Place, config: Config, attempt: int) -> Meeting:
     """Where the agents meet: the first host, at a port that differs between jobs (LOCAL-1, ELA-5)."""
-    try:
-        socket.getaddrinfo(place.first_host, None)
-    except OSError as error:
-        raise UserError(f"the first host {place.first_host} does not resolve: {error}", code=6) from error
-    port = 12000 + (place.job + 7 * attempt) % 20000
+    check_address(place.first_host)
+    port = place.port or 12000 + (place.job + 7 * attempt) % 20000
     return Meeting(place.first_host, port, place.node, place.nodes, seconds(config.launcher.timeout))
+
+
+def check_address(host: str) -> None:
+    """Raise `UserError` (6) at once where a name does not resolve: torch would try it for minutes (ELA-5)."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UserError(f"the first host {host} does not resolve: {error}", code=6) from error
 
 
 def allotted() -> int:
@@ -193,15 +198,17 @@ def node_environment(
     config: Config, ranks: int, meeting: Meeting | None, inside: Inside | None = None
 ) -> Environment:
     """The variables of this node's ranks (ENV-3)."""
+    seat = 0 if inside is None else inside.seat
     if inside is not None:
         config = replace(config, paths=replace(config.paths, cache=inside.cache))
+    cache = cache_root(config)[0]
     setting = Setting(
         config=config,
         platform=find_machine(config).platform,
         ranks=ranks,
         jobs=1 if inside is None else inside.jobs,
         cores=allotted() if inside is None else inside.cores,
-        cache=cache_root(config)[0],
+        cache=seated(cache, seat),
         meeting=None if meeting is None else meeting.address,
     )
     return rank_environment(setting, os.environ)

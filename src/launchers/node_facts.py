@@ -19,7 +19,8 @@ from pathlib import Path
 from src.code_identity import CORE, package_version
 from src.config import Config
 from src.durations import seconds
-from src.launchers.environment import cache_root, cores, is_writable
+from src.launchers.caches import cache_root, is_writable
+from src.launchers.environment import cores
 from src.trainer.checkpoint.directory import size_in_bytes
 
 PORTS = 8

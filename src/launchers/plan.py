@@ -19,6 +19,7 @@ from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.network import Network
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
@@ -95,6 +96,8 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
+    jobs: int = 1
+    """Jobs of a sweep that share the machine with this one, itself included."""
     container: ContainerPlan | None = None
     """What wraps the ranks of each node."""
 
@@ -286,11 +289,10 @@ def _environment(config: Config, machine: Machine) -> dict[str, str]:
     ranks, launcher = spread(config, machine.platform).ranks, config.launcher
     # On a scheduler's node are the cores that the job asks for, not those of this machine.
     given = (launcher.cpus_per_task or ranks) if launcher.name == "slurm" else cores()
-    setting = Setting(config, machine.platform, ranks=ranks, cores=given, cache=cache)
-    listed = rank_environment(setting, os.environ).json()
-    return {
-        name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")
-    }
+    network = None if launcher.name == "slurm" else Network()
+    setting = Setting(config, machine.platform, ranks, cores=given, cache=cache, network=network)
+    listed = rank_environment(setting, os.environ).public()
+    return {name: value for name, value in sorted(listed.items()) if not value.startswith("unprobed/")}
 
 
 def bytes_text(size: int) -> str:

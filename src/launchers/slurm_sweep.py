@@ -9,13 +9,12 @@ from pathlib import Path
 
 from src import runs
 from src.code_identity import CodeRecord, code_record
-from src.config import Config
 from src.errors import UserError
 from src.launchers import scheduler
 from src.launchers.bar import Progress
 from src.launchers.console import Console
 from src.launchers.follow import Queue, write_verdict
-from src.launchers.jobs import Job, data_failure, make_jobs
+from src.launchers.jobs import Job, data_failure
 from src.launchers.launch import Launch, check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text
 from src.launchers.scheduler import max_array_size, need_slurm
@@ -29,20 +28,17 @@ MOST_LINES = 16
 """Running jobs that have a line of their own on a terminal."""
 
 
-def run_slurm_sweep(
-    configs: Sequence[Config], overrides: list[list[str]], typed: list[str], worker: str
-) -> int:
+def run_slurm_sweep(jobs: list[Job], worker: str) -> int:
     """Submit all jobs of a multirun, follow them, and return the sweep's exit code (EXIT-2).
 
     Args:
-        configs: of the jobs, checked.
-        overrides: of each job, in sweep order.
-        typed: the sweep's overrides as they stood on the command line.
+        jobs: checked, in sweep order.
         worker: module that a rank runs.
     """
-    jobs = make_jobs([pinned(config) for config in configs], overrides, typed)
+    for job in jobs:
+        job.config = pinned(job.config)
     plans = plan_jobs(jobs)
-    if configs[0].dry_run:
+    if jobs[0].config.dry_run:
         for group in groups(plans):
             print(script_of(jobs[0].config, [plans[k] for k in group]))
         for plan in plans:
