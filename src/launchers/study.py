@@ -98,7 +98,7 @@ def open_study(settings: Settings, name: str, directory: Path | None) -> optuna.
     try:
         import optuna
     except ImportError as error:
-        message = f"hydra/sweeper=optuna needs the package optuna ({error}): pip install 'manyhead[optuna]'"
+        message = f"hydra/sweeper=optuna needs the package optuna ({error}): pip install -e '.[optuna]'"
         raise UserError(message, code=3) from error
     from optuna.storages.journal import JournalFileBackend, JournalStorage
 

@@ -18,7 +18,7 @@ from src.validate import validate
 QOS = """\
 NIC  : 42424650-0000
   Classification type : DSCP
-    DSCP bitmap         : 0x400 ==> priority : 3
+    DSCP bitmap         : 67108864 ==> priority : 3
     DSCP                : 0-25, 27-63 ==> priority : 0
     DSCP                : 26 ==> priority : 3
     DSCP                : 48 ==> priority : 6

@@ -142,9 +142,9 @@ def test_slots(
     assert sweep._beside(new) == beside
 
 
-@pytest.mark.parametrize("parallel", ["auto", "2"])
+@pytest.mark.parametrize(("parallel", "beside"), [("auto", 4), ("2", 2)])
 def test_jobs_side_by_side_share_nothing(
-    config: Config, monkeypatch: pytest.MonkeyPatch, parallel: str
+    config: Config, monkeypatch: pytest.MonkeyPatch, parallel: str, beside: int
 ) -> None:
     """LOCAL-3, ENV-2: disjoint GPUs out of those that are shown, and a seat each; freed ones are used."""
     shown = ("HIP_VISIBLE_DEVICES", ["7", "3", "GPU-1f", "0", "5"])
@@ -153,6 +153,7 @@ def test_jobs_side_by_side_share_nothing(
     for _ in range(4):
         mine = copy.deepcopy(config)
         mine.mesh.ep, mine.sweep.name, mine.launcher.parallel = 2, "s", parallel
+        mine.launcher.slots = 9
         jobs.append(Job(mine, [], {}))
     sweep = Sweep(jobs, "worker")
     sweep.check_parallel()
@@ -162,8 +163,8 @@ def test_jobs_side_by_side_share_nothing(
         job.seat, job.state = sweep._seat(job), "running"
         seats.append((job.seat.number, job.seat.beside, job.seat.variables))
     assert seats == [
-        (0, 2, {"HIP_VISIBLE_DEVICES": "7,3"}),
-        (1, 2, {"HIP_VISIBLE_DEVICES": "GPU-1f,0"}),
+        (0, beside, {"HIP_VISIBLE_DEVICES": "7,3"}),
+        (1, beside, {"HIP_VISIBLE_DEVICES": "GPU-1f,0"}),
     ]
     assert not sweep._has_room(jobs[2])
     jobs[0].end("done", 0)
