@@ -16,6 +16,9 @@ EAGER = "eager"
 HOPPER_ON = frozenset({"sm90", "sm100", "sm103", "sm120"})
 """Architectures that have what Hopper brought."""
 
+AMPERE_ON = HOPPER_ON | {"sm80", "sm86", "sm87", "sm89"}
+"""Those that have what Ampere brought."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -66,6 +69,9 @@ class Implementation:
     """Whether two runs of the forward, and of the backward, are bitwise equal."""
     saves: str
     """What the backward pass keeps."""
+    by_switch: bool = False
+    """Whether the backward is so only under torch's switch for deterministic algorithms, which
+    determinism=bitwise sets (DET-6)."""
     source: str = "torch"
     """What it is made of: `torch` (plain operations), `library` (another's kernel) or `triton` (ours)."""
     devices: frozenset[str] | None = None
