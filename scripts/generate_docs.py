@@ -121,7 +121,8 @@ def declared(implementation: Implementation) -> Iterator[str]:
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
     yield ", ".join(dtypes) or "any"
     yield ", ".join(sorted(implementation.features)) or "-"
-    yield {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    proven = {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    yield "by torch's switch" if implementation.by_switch else proven
     yield implementation.saves
 
 

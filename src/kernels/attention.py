@@ -155,9 +155,7 @@ def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, extra: None, scale: float, window: None
 ) -> tuple[Tensor, ...]:
     q, k, v = _heads_first(q, k, v)
-    o_BHSU, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, True, False, scale=scale
-    )
+    o_BHSU, lse, _, _, _, _, seed, offset, _ = _CUDNN(q, k, v, None, True, 0.0, True, False, scale=scale)
     return o_BHSU.transpose(1, 2), lse.view(q.shape[:3]), seed, offset
 
 
@@ -166,7 +164,7 @@ def _cudnn_backward(
     extra: None, scale: float, window: None, seed: Tensor, offset: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     length, (do, q, k, v, o) = q.shape[1], _heads_first(do, q, k, v, o)
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    grads = _CUDNN_BACKWARD(
         do, q, k, v, o, lse_BHS.contiguous()[..., None], seed, offset, None, None, None, length, length,
         0.0, True, scale=scale,
     )  # fmt: skip
@@ -174,6 +172,8 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
+_CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
+_CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _cudnn_with_sinks = differentiable(_cudnn_forward, _cudnn_backward)
 
 

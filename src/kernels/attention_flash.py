@@ -82,7 +82,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     samples, length = q.shape[:2]
     heads = (q, k, v) if cu_seqlens is None else tokens(q, k, v)
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+    o, lse, *_ = _FORWARD(
         *heads, cu_seqlens, cu_seqlens, length, length, 0.0, window is None, False, **_places(scale, window)
     )
     return o.view(q.shape).contiguous(), lse if cu_seqlens is None else by_sample(lse, samples)
@@ -104,7 +104,7 @@ def _backward(
         tensors, lse = tokens(*tensors), by_token(lse_BHS)
     # Without dropout nobody reads the state of the generator.
     seed, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
-    grads = torch.ops.aten._flash_attention_backward(
+    grads = _BACKWARD(
         *tensors, lse, cu_seqlens, cu_seqlens, length, length, 0.0, window is None, seed, unused,
         **_places(scale, window),
     )  # fmt: skip
@@ -124,6 +124,8 @@ def _places(scale: float, window: int | None) -> Mapping[str, float]:
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
+_FORWARD = torch.ops.aten._flash_attention_forward
+_BACKWARD = torch.ops.aten._flash_attention_backward
 _flash = differentiable(
     opaque("flash", FORWARD, _forward, _forward_shapes),
     opaque("flash_backward", BACKWARD, _backward, _backward_shapes),

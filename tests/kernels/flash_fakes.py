@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from src.kernels import attention, attention_flash
+
 
 @dataclass
 class Calls:
@@ -155,8 +157,8 @@ def torch_flash(patch: pytest.MonkeyPatch) -> Calls:
         calls.note(cu=cu_q, max_q=max_q, max_k=max_k, dropout=dropout, **options)
         return run_backward(do, q, k, v, o, lse, cu_q, *checked(is_causal, options, cu_q, cu_k))
 
-    patch.setattr(torch.ops.aten, "_flash_attention_forward", fwd)
-    patch.setattr(torch.ops.aten, "_flash_attention_backward", bwd)
+    patch.setattr(attention_flash, "_FORWARD", fwd)
+    patch.setattr(attention_flash, "_BACKWARD", bwd)
     return calls
 
 
@@ -270,8 +272,8 @@ def cudnn(patch: pytest.MonkeyPatch) -> Calls:
         grads = run_backward(*tensors, lse[..., 0], None, scale, None)
         return tuple(x.transpose(1, 2) for x in grads)
 
-    patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", fwd)
-    patch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", bwd)
+    patch.setattr(attention, "_CUDNN", fwd)
+    patch.setattr(attention, "_CUDNN_BACKWARD", bwd)
     return calls
 
 

@@ -96,12 +96,31 @@ def test_det_7_the_switch_of_torch_reaches_the_kernel(name: str, monkeypatch: py
     calls = FAKES[name](monkeypatch)
     assert kernel(name).by_switch
     for is_on in (False, True):
-        torch.use_deterministic_algorithms(is_on)
-        try:
-            run(kernel(name).function, False, True, None, False)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda on=is_on: on)
+        run(kernel(name).function, False, True, None, False)
         assert calls.made[-1]["deterministic"] == is_on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn_4", "flash_attn"])
+def test_cmp_2_one_graph_for_any_number_of_documents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CMP-1, CMP-3: the kernels are opaque to the compiler, forward and backward."""
+    FAKES[name](monkeypatch)
+    torch.compiler.reset()
+    compiled = torch.compile(kernel(name).function, fullgraph=True, dynamic=False, backend="aot_eager")
+    for count, lengths in enumerate(([5, 8, 13], [1] * 26, [13, 13], LENGTHS)):
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        torch._dynamo.mark_dynamic(starts, 0)
+        places = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(B, S).int()
+        draws = torch.Generator().manual_seed(6)
+        shapes = ((B, S, H, 8), (B, S, 2, 8), (B, S, 2, 8), (H,))
+        leaves = [torch.randn(shape, generator=draws).requires_grad_() for shape in shapes]
+        more = {"window": 4, "sinks_H": leaves[3]}
+        with torch.compiler.set_stance("fail_on_recompile" if count else "default"):
+            out, _ = compiled(*leaves[:3], SCALE, places, cu_seqlens=starts, **more)
+        want, _ = attention(*leaves[:3], SCALE, places, **more)
+        pairs = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, want))
+        assert all(relative(x, y) < 1e-5 for x, y in zip(*pairs, strict=True))
 
 
 def off_by_one(module: Any) -> Any:
