@@ -89,10 +89,8 @@ class Case:
 OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choices"))
 
 # By measured rates (LOG.md), the padded one last, which only determinism=bitwise comes to.
-ATTENTION = (
-    *("sdpa_cudnn", "sdpa_flash", "varlen_attn", "flash_attn_4", "flex_attention"),
-    *("sdpa_efficient", "sdpa_flash_padded"),
-)
+_WHOLE, _REST = ("sdpa_cudnn", "sdpa_flash", "varlen_attn"), ("sdpa_efficient", "sdpa_flash_padded")
+ATTENTION = (*_WHOLE, "flash_attn_4", "flex_attention", *_REST)
 
 # Order in which `auto` tries the implementations, by device kind; the reference comes last everywhere. An
 # operation without a row has the reference only. The order on CPU was measured (LOG.md).
@@ -121,7 +119,11 @@ CASES: Mapping[tuple[str, str], tuple[Case, ...]] = {
             lambda need: bool(need.features & {"window", "sinks"}),
             ("flash_attn_4", "sdpa_cudnn", "flex_attention", "varlen_attn", "sdpa_flash_padded"),
         ),
-        Case("heads of 64 numbers", lambda need: need.widths.get("key") == 64, ("flash_attn_4", *ATTENTION)),
+        Case(
+            "heads of 64 numbers",
+            lambda need: need.widths.get("key") == 64,
+            ("flash_attn_4", *_WHOLE, "flex_attention", *_REST),
+        ),
     )
 }
 """Device kind and operation → the cases that come before its row of `AUTO`, the first that holds counts."""

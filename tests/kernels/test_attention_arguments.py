@@ -102,10 +102,11 @@ def test_det_7_the_switch_of_torch_reaches_the_kernel(name: str, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn_4", "flash_attn"])
+@pytest.mark.parametrize("name", ["varlen_attn", "flash_attn_4", "sdpa_cpu"])
 def test_cmp_2_one_graph_for_any_number_of_documents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CMP-1, CMP-3: the kernels are opaque to the compiler, forward and backward."""
-    FAKES[name](monkeypatch)
+    if name in FAKES:
+        FAKES[name](monkeypatch)
     torch.compiler.reset()
     compiled = torch.compile(kernel(name).function, fullgraph=True, dynamic=False, backend="aot_eager")
     for count, lengths in enumerate(([5, 8, 13], [1] * 26, [13, 13], LENGTHS)):

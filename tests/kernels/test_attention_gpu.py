@@ -137,7 +137,14 @@ def test_op_2_values_and_gradients(kernel: Implementation, ask: Ask) -> None:
 
 
 @each()
-@asked([Ask("gqa"), Ask("gqa", packed=True), Ask("narrow", packed=True, window=7, sinks=True)])
+@asked(
+    [
+        Ask("gqa"),
+        Ask("gqa", packed=True),
+        Ask("gqa", sinks=True),
+        Ask("narrow", packed=True, window=7, sinks=True),
+    ]
+)
 def test_cmp_2_compiled(kernel: Implementation, ask: Ask) -> None:
     """As one graph, and with tensors that are views."""
 
