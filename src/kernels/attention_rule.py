@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.kernels.dtypes import widen
+from src.kernels.dtypes import narrow, widen
 
 Forward = Callable[..., Sequence[Tensor]]
 """(q, k, v, extra, scale, window) → o, l and what else the backward wants; no sinks."""
@@ -36,9 +36,7 @@ def join_sinks(o_BSHU: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor
     """o' and l' of o and l; o' in the dtype of o."""
     joined_BHS = torch.logaddexp(lse_BHS, widen(sinks_H)[:, None])
     kept_BSH1 = (lse_BHS - joined_BHS).exp().transpose(1, 2)[..., None]
-    scaled_BSHU = o_BSHU * kept_BSH1
-    # An output that `.to` hands on as it is has no gradient where torch 2.11 compiles a rule of autograd.
-    return scaled_BSHU if scaled_BSHU.dtype == o_BSHU.dtype else scaled_BSHU.to(o_BSHU.dtype), joined_BHS
+    return narrow(o_BSHU * kept_BSH1, o_BSHU.dtype), joined_BHS
 
 
 def sink_gradient(do_BSHU: Tensor, o_BSHU: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:

@@ -174,6 +174,15 @@ QUIRKS = table(
         "src/kernels/attention_flash.py calls the operation below it",
     ),
     Quirk(
+        "traced_cast",
+        "correctness",
+        "",
+        anywhere,
+        {"torch": "<2.13"},
+        "a compiled rule of autograd whose output is a cast that does nothing gives gradients of zero",
+        "src/kernels/dtypes.py leaves out a cast that does nothing",
+    ),
+    Quirk(
         "fp8_trans",
         "correctness",
         "",
