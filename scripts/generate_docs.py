@@ -120,7 +120,8 @@ def declared(implementation: Implementation) -> Iterator[str]:
     yield ", ".join([*places, *(f"{name} {versions}" for name, versions in implementation.packages.items())])
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
     yield ", ".join(dtypes) or "any"
-    yield ", ".join(sorted(implementation.features)) or "-"
+    abilities = ", ".join(sorted(implementation.features)) or "-"
+    yield "; ".join([abilities, *(f"not {' with '.join(sorted(some))}" for some in implementation.apart)])
     proven = {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
     yield "by torch's switch" if implementation.by_switch else proven
     yield implementation.saves

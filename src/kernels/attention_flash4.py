@@ -145,6 +145,7 @@ IMPLEMENTATIONS = (
         archs=frozenset({"sm90"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks"}),
+        apart=(frozenset({"gqa", "unequal_widths"}),),  # Its backward for Hopper says so.
         packages={"flash-attn-4": ">=4.0.0b36,<4.0.0b37"},
         shapes=_widths,
     ),

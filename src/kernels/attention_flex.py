@@ -19,12 +19,20 @@ from src.kernels.declaration import AMPERE_ON, Implementation
 
 BLOCK = 128
 """Queries and keys of a block of the mask."""
+FORMS = 32
+"""Packed or not, windows, with gradients or not, of one length or any: so often it may be compiled."""
 
 
 def flex(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """`attention` in kernels that a compiler fuses: the model's, where that compiles, else one of its own."""
-    run = _flex if torch.compiler.is_compiling() else _compiled()
-    return run(*arguments, **options)
+    """`attention` in kernels that a compiler fuses: the model's, where that compiles, else one of its own.
+
+    Its own compiles even where the model is run without (as in evaluation): uncompiled, it would write all
+    scores down.
+    """
+    if torch.compiler.is_compiling():
+        return _flex(*arguments, **options)
+    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=FORMS):
+        return _compiled()(*arguments, **options)
 
 
 def _flex(
@@ -54,7 +62,7 @@ def _flex(
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_flex, fullgraph=True, dynamic=False)
+    return torch.compile(_flex, fullgraph=True)
 
 
 def block_mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> BlockMask:

@@ -82,6 +82,8 @@ class Implementation:
     """Dtypes of its tensors; None is any floating dtype."""
     features: frozenset[str] = frozenset()
     """Abilities it has, of those that a `Need` may name."""
+    apart: tuple[frozenset[str], ...] = ()
+    """Abilities that it has one by one, and not together."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distribution → versions that it was written for, as a specifier such as `>=4,<5`."""
     shapes: Callable[[Mapping[str, int], torch.dtype], str | None] = lambda widths, dtype: None
@@ -95,6 +97,9 @@ class Implementation:
             return lacks
         if need.features - self.features:
             return f"cannot do {_listed(need.features - self.features)}"
+        for together in self.apart:
+            if together <= need.features:
+                return f"cannot do {_listed(together)} together"
         for package, versions in self.packages.items():
             found = device.packages.get(package)
             if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
