@@ -22,7 +22,7 @@ from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
 from src.kernels.declaration import EAGER, Implementation
-from src.kernels.registry import AUTO
+from src.kernels.registry import AUTO, CASES
 from src.kernels.table import IMPLEMENTATIONS
 from src.launchers.environment import TABLE
 from src.launchers.environment_omitted import OMITTED
@@ -131,19 +131,26 @@ def declared(implementation: Implementation) -> Iterator[str]:
     yield ", ".join([*places, *(f"{name} {versions}" for name, versions in implementation.packages.items())])
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
     yield ", ".join(dtypes) or "any"
-    yield ", ".join(sorted(implementation.features)) or "-"
-    yield {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    abilities = ", ".join(sorted(implementation.features)) or "-"
+    yield "; ".join([abilities, *(f"not {' with '.join(sorted(some))}" for some in implementation.apart)])
+    proven = {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    yield "by torch's switch" if implementation.by_switch else proven
     yield implementation.saves
 
 
 def preferred() -> str:
     """What `auto` tries in turn."""
     rows = [
-        (kind, f"`{operation}`", ", ".join(f"`{name}`" for name in (*names, EAGER)))
+        (kind, f"`{operation}`", words, ", ".join(f"`{name}`" for name in (*names, EAGER)))
         for kind, operations in AUTO.items()
         for operation, names in operations.items()
+        for words, names in (*_cases(kind, operation), ("-", names))
     ]
-    return table(("device", "operation", "in turn"), rows)
+    return table(("device", "operation", "for", "in turn"), rows)
+
+
+def _cases(kind: str, operation: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(case.words, case.order) for case in CASES.get((kind, operation), ())]
 
 
 def benchmarks() -> str:

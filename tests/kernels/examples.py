@@ -74,7 +74,12 @@ def attention(draw: Draw) -> Iterator[Example]:
     for heads, packed, windowed, sinks in product(HEADS, (False, True), (False, True), (False, True)):
         H, G, C, U = HEADS[heads]
         window = (99 if heads == "mha" else 3) if windowed else None  # One that is wider than the samples.
-        documents = torch.tensor(DOCUMENTS, device=draw.device, dtype=torch.int32) if packed else None
+        options: dict[str, Any] = {"window": window} if window else {}
+        documents = torch.tensor(DOCUMENTS, dtype=torch.int32)
+        if packed:
+            starts = torch.cat((torch.zeros(1), documents.flatten().bincount().cumsum(0)))
+            options["cu_seqlens"] = starts.to(draw.device, torch.int32)
+        places = documents.to(draw.device) if packed else None
         features = {"unequal": {"unequal_widths"}, "gqa": {"gqa"}, "both": {"unequal_widths", "gqa"}}
         has = features.get(heads, set()) | ({"packed"} if packed else set())
         has |= ({"window"} if window else set()) | ({"sinks"} if sinks else set())
@@ -83,10 +88,9 @@ def attention(draw: Draw) -> Iterator[Example]:
 
         def call(
             function: Any, q: Tensor, k: Tensor, v: Tensor, *a: Tensor,
-            documents: Tensor | None = documents, window: int | None = window,
+            places: Tensor | None = places, options: dict[str, Any] = options,
         ) -> Any:  # fmt: skip
-            extra = (window, *(a or (None,))) if window or a else ()
-            return function(q, k, v, 0.3, documents, *extra)
+            return function(q, k, v, 0.3, places, **options, **({"sinks_H": a[0]} if a else {}))
 
         need = Need(frozenset(has), {"key": C, "value": U})
         yield Example(" ".join([heads, *sorted(has)]), [*graded, *more], call, need=need)
