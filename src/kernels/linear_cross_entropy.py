@@ -7,19 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from src.kernels.chunk_rows import CHUNK_ROWS, FUSED_ROWS
 from src.kernels.declaration import EAGER, Implementation
 from src.kernels.dtypes import accumulate
 
 IGNORE = -100
 """Label of a position without a target."""
 
-CHUNK_ROWS = 256
-"""Rows whose logits exist at one time, in one buffer. A larger one goes back to the system and comes zeroed
-anew each time, which on CPU cost as much again as the products (512 rows of 8,192)."""
-
-
-FUSED_ROWS = 4096
-"""The same on a GPU: enough for products at full rate, 1.25 GB of logits in bf16 for 152k ids."""
 SCALED = 2048
 """Elements of a program that scales."""
 FUSED_BLOCK = 4096
