@@ -303,6 +303,14 @@ def _precision(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, f"optimizer.betas[0] up to {MAX_BETA}, or {key}=auto", "OP-4")
 
 
+def _gpu_memory(config: Config) -> Iterator[Problem]:
+    if config.launcher.gpu_memory is not None:
+        try:
+            size_in_bytes(config.launcher.gpu_memory, "launcher.gpu_memory")
+        except UserError as error:
+            yield from error.problems
+
+
 def _checkpoint(config: Config) -> Iterator[Problem]:
     try:
         size_in_bytes(config.checkpoint.verify)
@@ -357,5 +365,15 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
+    *(
+        _model,
+        backend_problems,
+        force_problems,
+        _precision,
+        _gpu_memory,
+        _checkpoint,
+        _resume,
+        _logger,
+        _profile,
+    ),
 )

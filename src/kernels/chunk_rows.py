@@ -1,4 +1,4 @@
-"""Rows of the head whose logits exist at one time; no torch here, so that estimates of memory read them too."""
+"""Rows of the head whose logits exist at one time; no torch here, for estimates of memory read them."""
 
 from __future__ import annotations
 

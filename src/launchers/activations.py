@@ -1,7 +1,7 @@
-"""What a layer keeps for its backward pass, in numbers a token, counted tensor by tensor; no torch here (PROJ-2).
+"""What a layer keeps for its backward pass, in numbers a token, tensor by tensor; no torch here (PROJ-2).
 
-The tensors are those that autograd saves of a layer, or torch 2.13's partitioner of a compiled one. Tests hold
-the sums to allocations on a CPU and to peaks on an H200 (`tests/trainer/test_memory.py`,
+The tensors are those that autograd saves of a layer, or torch 2.13's partitioner of a compiled one. Tests
+hold the sums to allocations on a CPU and to peaks on an H200 (`tests/trainer/test_memory.py`,
 `tests/config/test_peaks.py`). Letters as in the models: D model width, F inner width, H and G heads, C and U
 widths of heads, E experts, K top-k, S sequence.
 """
@@ -21,7 +21,7 @@ INDICES, TRAVELLING = 6, 16
 """4-byte numbers of a token and an expert it visits: ids, weights and the order of rows; more where rows
 travel, whose orders are 8-byte (`parallel/expert.py`)."""
 UNKNOWN = 16
-"""Model widths that a token leaves in a layer nobody counted: a dense one with F = 4·D keeps about as many."""
+"""Model widths that a token leaves in a layer nobody counted; a dense one with F = 4·D keeps about 16."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _again(work: Numbers, inner: Numbers, attend: Numbers, gone: Numbers, width:
 
 
 def _work(model: Any, form: Form, ffn: Numbers, freed: Numbers) -> Numbers:
-    """Of stages 2 to 5; or of attention, when what they kept is gone: gradients of scores before and after."""
+    """Of stages 2 to 5; or of attention, when what they kept is gone: two gradients of its scores."""
     if not form.scores:
         return ffn
     return _larger(ffn, Numbers(wide=2 * model.num_heads * form.length).less(freed))
@@ -134,14 +134,14 @@ def _larger(one: Numbers, other: Numbers) -> Numbers:
 
 
 def _passes(model: Any, form: Form) -> int:
-    """Widths F that the gated activation of stacked experts keeps besides gate and up, its result included."""
+    """Widths F that the activation of stacked experts keeps besides gate and up, its result included."""
     if form.compiled or not form.plain_torch:
         return 1
     return 5 if isinstance(model, GptOssConfig) else 2  # The clamped kind has five factors.
 
 
 def _norm(width: int, form: Form) -> Numbers:
-    """Input and output; in plain torch a wide copy of the input, that over its root mean square, the output."""
+    """Input and output; in plain torch a wide copy of the input, that over its rms, and the output."""
     return Numbers(2 * width) if form.compiled else Numbers(width, 2 * width)
 
 

@@ -33,7 +33,7 @@ from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.launchers.settle import settle
 from src.launchers.watch import LOOK, Ended, Screen
-from src.machine import find_machine
+from src.machine import ask_driver, find_machine
 from src.status import Status
 
 WAIT = timedelta(hours=1)
@@ -88,7 +88,8 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
         raise UserError([Problem("launcher", message, "type launcher=local or direct", "DIRECT-5")])
     kind = role(place, config)
     launch = Launch(config, overrides)
-    plan = make_plan(config, overrides)
+    machine = find_machine(config)
+    plan = make_plan(config, overrides, machine if config.dry_run else ask_driver(machine))
     if config.dry_run:
         print(dry_run_text(plan))
         return 0

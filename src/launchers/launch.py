@@ -32,7 +32,7 @@ from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
-from src.machine import find_machine
+from src.machine import ask_driver, find_machine
 from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
@@ -100,7 +100,7 @@ def find_and_run(launch: Launch) -> int:
     for warning in unknown_names(os.environ):
         console.error(warning)
     with console.phase("plan") as words:
-        plan = make_plan(launch.config, launch.overrides)
+        plan = make_plan(launch.config, launch.overrides, ask_driver(find_machine(launch.config)))
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)

@@ -1,4 +1,4 @@
-"""Bytes of each rank: parameters, gradients and moments exactly, from shapes alone, and what a step adds (PROJ)."""
+"""Bytes of each rank: parameters, gradients and moments exactly, from shapes, and what a step adds (PROJ)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def layers_of(config: Config, pp: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one shape and kind, as a rank of a pipeline holds them before they are cut into shards."""
+    """Parameters of one shape and kind, as a pipeline rank holds them before they are cut into shards."""
 
     shape: tuple[int, ...]
     is_expert: bool

@@ -1,4 +1,4 @@
-"""The fullest moment of a step on one rank: activations that wait, the layer that goes back, gradients so far.
+"""The fullest moment of a step on one rank: what waits, the layer that goes back, gradients so far.
 
 Activations are most when the backward pass begins, gradients when it ends. Which moment holds most depends on
 what a layer keeps and on the size of its weights, so the layers are walked from last to first.
@@ -97,7 +97,7 @@ def fullest(
 
 
 def _walk(stage: _Stage, waiting: float, there: int, makes: bool) -> Iterator[Peak]:
-    """The moments of one micro-batch: its head, then its layers going back; `there` are gradients before it."""
+    """The moments of one micro-batch: its head, its layers going back; `there` are gradients before it."""
     below, made = sum(stage.kept), 0
     yield Peak(int(waiting + below + stage.head_work), there)
     made += stage.head_made * makes
@@ -144,7 +144,7 @@ def _work(layer: Layer, recompute: str, form: Form) -> Numbers:
 
 
 def _head(config: Config, form: Form, tokens: int, compute: int) -> tuple[float, float]:
-    """Kept by the last norm, head and loss, whose gradients are made at once; and at most in that forward pass.
+    """Kept by last norm, head and loss, whose gradients are made at once; and at most in that forward pass.
 
     See `kernels/linear_cross_entropy.py`: logits of some rows at a time, the weight's gradient in fp32.
     """

@@ -182,7 +182,7 @@ def make_plan(
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
-        memory=_memory([rank.memory for rank in ranks], machine),
+        memory=memory_of([rank.memory for rank in ranks], machine),
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
@@ -256,7 +256,7 @@ def _runs(numbers: list[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
-def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
+def memory_of(ranks: list[RankMemory], machine: Machine) -> Memory:
     """All ranks share a CPU's memory; a GPU belongs to one rank."""
     shared = machine.platform == "cpu"
     largest = max(ranks, key=lambda rank: rank.total)

@@ -32,7 +32,7 @@ LOGGED = (
     (("experiment=bench/deepseek_v2_lite_8l", "precision=bf16"), True, 39.5),
     (("experiment=bench/qwen3_30b_8l", "precision=bf16"), True, 43.4),
 )
-"""Overrides, whether stages 2 to 5 were one operation, and peak GiB, of entries of `LOG.md` without a line."""
+"""Overrides, whether stages 2 to 5 were one operation, and peak GiB, of entries of `LOG.md`."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The plan's bytes of a rank against what ranks really hold, on meshes and layouts of precision (PROJ-1, PROJ-2)."""
+"""The plan's bytes of a rank against what ranks hold, on meshes and layouts of precision (PROJ-1, PROJ-2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def config_of(root: Path, mesh: str, precision: str, moment: str, kind: str) -> 
     """An odd model with stacks that two ranks cut inside, and two micro-batches a data rank."""
     optimizer = OptimizerConfig(kind=kind, lr=1e-3, momentum=0.9)
     return small_config(
-        root, model=deepseek_v2(num_experts=6, num_groups=3, num_layers=4), mesh=mesh_of(mesh), micro_batch_size=2,
+        root, model=deepseek_v2(num_experts=6, num_groups=3, num_layers=4), mesh=mesh_of(mesh),
+        micro_batch_size=2,
         precision=PrecisionConfig(precision, moment), optimizer=optimizer, global_batch_size=8,
         sequence_length=80,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank really holds: bytes of its states by tensor, and of a step's fullest moment by torch's allocator."""
+"""What a rank really holds: bytes of its states by tensor, of a step's fullest moment by the allocator."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def config_of(root: Path, model: str, form: str) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_proj_2_the_fullest_moment_of_a_step(tmp_path: Path, model: str) -> None:
-    """PROJ-2: within 10 % of what is allocated beside weights and moments, 20 % where layers go forward twice."""
+    """PROJ-2: within 10 % of what is allocated beside the states, 20 % where layers go forward twice."""
     for form in FORMS:
         config = config_of(tmp_path, model, form)
         use, plan = use_of(config, start(config)), rank_memory(config, 0, "cpu")
