@@ -38,6 +38,8 @@ def _resolve_paths(config: Config) -> None:
     for part, name in ((config.paths, "cache"), (config.logger, "copy_to"), (config, "init_from")):
         value = getattr(part, name)
         setattr(part, name, None if value is None else _absolute(value))
+    if config.kernels.gemm_tuning != "none":
+        config.kernels.gemm_tuning = _absolute(config.kernels.gemm_tuning)
     if "/" in config.resume:
         config.resume = _absolute(config.resume)
     path = config.tokenizer.path

@@ -108,7 +108,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def fused_losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:
-    """Fill `loss_C`; with `grad`, put (softmax − one-hot)·scale in the place of the logits."""
+    """Fill `loss_C`; with `grad`, put (softmax − one-hot)·scale in the place of the logits.
+
+    On the meta device there is nothing to fill.
+    """
+    if logits_CV.is_meta:
+        return
     from src.kernels.fused.cross_entropy import cross_entropy_kernel
 
     rows, V = logits_CV.shape
@@ -120,6 +125,8 @@ def fused_losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Ten
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` times a scalar on the device, rounded once; torch's loop over two dtypes takes thrice that."""
+    if x.is_meta:
+        return torch.empty_like(x, dtype=dtype)
     from src.kernels.fused.cross_entropy import scaled_copy_kernel
 
     out = torch.empty_like(x, dtype=dtype)
@@ -130,10 +137,10 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _accumulate(dw_VD: Tensor, dlogits_CV: Tensor, h_CD: Tensor, is_first: bool) -> None:
     """dw (+)= dlogitsᵀ·h in fp32; on CUDA the product itself adds, without a rounded copy in between."""
-    if not dw_VD.is_cuda or dlogits_CV.dtype == torch.float32:
+    if dw_VD.device.type == "cpu" or dlogits_CV.dtype == torch.float32:
         product = dlogits_CV.T @ h_CD
         dw_VD.copy_(product) if is_first else dw_VD.add_(product)
-    elif is_first:
+    elif is_first or dw_VD.is_meta:  # Torch 2.11 knows no shape of the sum.
         torch.mm(dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
     else:
         torch.addmm(dw_VD, dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)

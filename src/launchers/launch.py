@@ -105,6 +105,7 @@ def find_and_run(launch: Launch) -> int:
         check_memory(plan)
         check_log_copy(launch.config)
         check_kernels(launch.config, plan.platform)
+        check_tuning(launch.config)
     for notice in plan.notices:
         console.line(f"notice     {notice}")
     with console.phase("run") as words:
@@ -251,6 +252,14 @@ def check_kernels(config: Config, platform: str) -> None:
     from src.trainer.backends.registry import backend_class
 
     backend_class(config.backend.name).choose_ops(config, torch.device("cpu"))
+
+
+def check_tuning(config: Config) -> None:
+    """Raise `UserError` (3) before any work if the file of tuned products is missing; ranks read it (TUNE-2)."""
+    path = config.kernels.gemm_tuning
+    if path != "none" and not Path(path).is_file():
+        fix = "measure with scripts/tune_gemm.py, or kernels.gemm_tuning=none"
+        raise UserError([Problem("kernels.gemm_tuning", f"{path} does not exist", fix, "TUNE-2")], code=3)
 
 
 def log_files(launch: Launch, run: Path) -> None:
