@@ -1,7 +1,7 @@
-"""Products tuned through torch's TunableOp: what is measured, the file of results, its use (TUNE-1 to TUNE-3).
+"""Products tuned through torch's TunableOp: what is measured, the file of results, its use (TUNE).
 
 A file belongs to one architecture, library and torch; of another stamp it is refused. Torch's own file is a
-CSV that it would drop in silence if a version differed. In torch 2.11 to 2.13 TunableOp knows several solutions
+CSV that it drops in silence if a version differs. In torch 2.11 to 2.13 TunableOp knows several solutions
 on AMD devices only (rocBLAS and hipBLASLt); on CUDA the one it has is cuBLAS's own choice.
 """
 

@@ -255,7 +255,7 @@ def check_kernels(config: Config, platform: str) -> None:
 
 
 def check_tuning(config: Config) -> None:
-    """Raise `UserError` (3) before any work if the file of tuned products is missing; ranks read it (TUNE-2)."""
+    """Raise `UserError` (3) before any work if the file of tuned products is missing (TUNE-2)."""
     path = config.kernels.gemm_tuning
     if path != "none" and not Path(path).is_file():
         fix = "measure with scripts/tune_gemm.py, or kernels.gemm_tuning=none"

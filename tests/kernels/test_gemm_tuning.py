@@ -1,4 +1,4 @@
-"""The file of tuned products: its stamp, what is refused, what reaches torch, the script (TUNE-1 to TUNE-3)."""
+"""The file of tuned products: its stamp, what is refused, what reaches torch, the script (TUNE)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_tune_2_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_tune_3_bitwise_leaves_it_out_unless_pinned(tmp_path: Path) -> None:
-    """TUNE-3: one line and no product tuned; `kernels.autotune=pinned` takes the file, which a CPU refuses."""
+    """TUNE-3: one line and no product tuned; `kernels.autotune=pinned` takes it, which a CPU refuses."""
     kernels, cpu = KernelsConfig(gemm_tuning=str(stored(tmp_path))), torch.device("cpu")
     config = Config(kernels=kernels, determinism=DeterminismConfig("bitwise"))
     said, (line,) = tune_products(config, cpu)
