@@ -1,4 +1,4 @@
-"""DOC-5: what `docs/coming_from.md` says to type here composes, and each of the four projects has its table."""
+"""DOC-5: what `docs/coming_from.md` says to type here composes, and each of four projects has its table."""
 
 from __future__ import annotations
 
