@@ -27,7 +27,7 @@ from src.launchers import node
 from src.launchers.bar import Display
 from src.launchers.batch import settle_nodes
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
-from src.launchers.launch import Launch, check_log_copy, finish, log_files, papers, prepare_for
+from src.launchers.launch import Launch, check_log_copy, check_tuning, finish, log_files, papers, prepare_for
 from src.launchers.outcome import node_records
 from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
@@ -95,6 +95,7 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
         return 0
     check_memory(plan)
     check_log_copy(config)
+    check_tuning(config)
     code = code_record()
     claim = runs.claim(config, code, plan.data_key)
     for note in claim.notes:
