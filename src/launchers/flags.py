@@ -101,9 +101,19 @@ def sbatch_flags(
         value = getattr(launcher, key)
         if value is not None:
             flags += [Flag(key, value, _from(key, value, overrides))]
-    grace = durations.seconds(launcher.grace)
-    flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
+    if is_signalled(config):
+        grace = durations.seconds(launcher.grace)
+        flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
     return _with_extra(flags, launcher.extra, overrides)
+
+
+def is_signalled(config: Config) -> bool:
+    """Whether the scheduler announces the time limit.
+
+    Its signal may reach every process of a step, and ends the monitor of a podman container (tried with
+    conmon 2.1.6: the container then stops without a save); there the agent looks at the clock itself.
+    """
+    return config.container.name != "podman"
 
 
 def _with_extra(flags: list[Flag], extra: dict[str, str], overrides: Sequence[str]) -> list[Flag]:

@@ -130,6 +130,21 @@ def batch_code(number: str) -> int:
     return exit_code(-int(found[2])) if int(found[2]) else int(found[1])
 
 
+def time_left(number: str) -> int | None:
+    """Seconds until a job's time limit; None without one, or where nobody says."""
+    done = ask("squeue", "-h", "-j", number, "-o", "%L")
+    return None if done is None else seconds_of(done.stdout)
+
+
+def seconds_of(text: str) -> int | None:
+    """`D-HH:MM:SS` with its leading parts left out where they are 0, as squeue prints it."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 def max_array_size() -> int:
     """Most tasks of one array; Slurm's own default where it does not say."""
     done = ask("scontrol", "show", "config")

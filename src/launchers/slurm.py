@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from src import runs
@@ -31,7 +31,7 @@ from src.launchers.ranks import WORKER
 from src.launchers.scheduler import need_slurm
 from src.launchers.settle import fail
 from src.launchers.snapshot import place, snapshot
-from src.machine import find_machine
+from src.machine import pinned
 from src.records import read_json, write_json
 from src.runs import Claim
 from src.status import Status, read_status
@@ -54,11 +54,6 @@ class JobRecord:
 def run_job(config: Config, overrides: list[str], worker: str = WORKER) -> int:
     """Submit one run, wait for it and return its own exit code (EXIT); refusals are printed, not raised."""
     return guarded(Launch(pinned(config), overrides, worker), find_and_follow)
-
-
-def pinned(config: Config) -> Config:
-    """The config with the platform that the nodes' ranks must take, whatever devices they find."""
-    return replace(config, platform=replace(config.platform, name=find_machine(config).platform))
 
 
 def find_and_follow(launch: Launch) -> int:
@@ -147,7 +142,7 @@ def submit_runs(
     from src.launchers.submit import executor, submit
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = executor(folder, plans[0].flags, paths, code, side_by_side)
+    made = executor(folder, plans[0].flags, paths, code, side_by_side, plans[0].container)
     try:
         ids = submit(made, paths)
     except UserError as error:
@@ -175,7 +170,9 @@ def script_of(config: Config, plans: Sequence[LaunchPlan]) -> str:
     paths = [Path(plan.run_directory) for plan in plans]
     folder = (paths[0] if config.sweep.name is None else paths[0].parent) / FOLDER
     code = place(Path(config.paths.runs), code_record())
-    return executor(folder, plans[0].flags, paths, code, side_by_side(config)).script(len(paths))
+    first = plans[0]
+    made = executor(folder, first.flags, paths, code, side_by_side(config), first.container)
+    return made.script(len(paths))
 
 
 def side_by_side(config: Config) -> int | None:

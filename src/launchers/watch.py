@@ -123,9 +123,16 @@ class Watcher:
     """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
 
     def __init__(
-        self, run: Path, config: Config, console: Console, signals: Signals, screen: Screen | None = None
+        self,
+        run: Path,
+        config: Config,
+        console: Console,
+        signals: Signals,
+        screen: Screen | None = None,
+        slack: float = 0.0,
     ) -> None:
-        self._run, self._config = run, config
+        """`slack`: seconds on top for ranks behind an agent that watches them by the same rules."""
+        self._run, self._config, self._slack = run, config, slack
         self._console, self._signals, self._screen = console, signals, screen
         self._asked: float | None = None
         self._failed: float | None = None
@@ -155,7 +162,8 @@ class Watcher:
             self._asked = now
             (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
             self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
-        overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
+        grace = seconds(self._config.launcher.grace) + self._slack
+        overdue = self._asked is not None and now - self._asked > grace
         if len(came) > 1 or overdue:
             self._kill(
                 ranks,
@@ -169,7 +177,7 @@ class Watcher:
             return
         now = time.monotonic()
         self._failed = self._failed or now
-        if now - self._failed > ALONE:
+        if now - self._failed > ALONE + self._slack:
             self._kill(ranks, f"still there {ALONE:.0f} s after the first error")
 
     def _kill(self, ranks: Ranks, reason: str) -> None:

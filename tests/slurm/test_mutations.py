@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from src.code_identity import CHECKOUT
+from tests.launchers import mutate
 
 MUTATIONS = [
     ("hostlist.py", ".zfill(len(low))", "", "test_host_lists"),
@@ -42,22 +38,4 @@ MUTATIONS = [
 @pytest.mark.parametrize("name", sorted({mutation[0] for mutation in MUTATIONS}))
 def test_mutations_are_noticed(name: str, tmp_path: Path) -> None:
     """Each mutation of one file makes its test fail."""
-    for part in ("src", "conf", "hydra_plugins", "tests/slurm", "tests/launchers"):
-        shutil.copytree(CHECKOUT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("train.py", "tests/__init__.py", "pyproject.toml"):
-        shutil.copy(CHECKOUT / file, tmp_path / file)
-    path = tmp_path / "src" / "launchers" / name
-    original = path.read_text()
-    for _, old, new, test in (mutation for mutation in MUTATIONS if mutation[0] == name):
-        assert old in original, old
-        path.write_text(original.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/slurm/test_pure.py", "-k", test]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1, f"{old} -> {new}: {done.stdout[-2000:]}"
+    mutate.check(name, MUTATIONS, "tests/slurm/test_pure.py", tmp_path)

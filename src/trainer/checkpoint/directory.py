@@ -196,8 +196,8 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def size_in_bytes(text: str, key: str = "checkpoint.verify") -> int:
-    """``64GiB`` → 68719476736; units B, KiB, MiB, GiB, TiB, none is bytes. `key` is what set it.
+def size_in_bytes(text: str) -> int:
+    """``64GiB`` → 68719476736; units B, KiB, MiB, GiB, TiB, none is bytes.
 
     Raises:
         UserError: it is not such a size.
@@ -205,7 +205,7 @@ def size_in_bytes(text: str, key: str = "checkpoint.verify") -> int:
     size = parse_size(text)
     if size is None:
         message = f"{text!r} is no size; a number and B, KiB, MiB, GiB or TiB"
-        raise UserError([Problem(key, message, f"type {key}=64GiB", "CFG-6")])
+        raise UserError([Problem("checkpoint.verify", message, "type checkpoint.verify=64GiB", "CFG-6")])
     return size
 
 
