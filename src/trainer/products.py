@@ -12,7 +12,7 @@ from torch import Tensor
 from src.config import Config
 from src.kernels.declaration import EAGER, Device
 from src.kernels.gemm_tuning import Product, Recorder
-from src.kernels.registry import Ops, choose
+from src.kernels.registry import Ops, choose, implementations
 from src.models.build import CausalLM, Holding, Stage, build, needs, param_specs
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Batch
@@ -20,8 +20,8 @@ from src.trainer.parallel import layout
 from src.trainer.parallel.masters import cast_for_compute
 from src.trainer.parallel.precision import precision_of
 
-PRODUCTS = ("linear", "router_linear", "linear_cross_entropy")
-"""Operations whose products are torch's dense ones: these run as they were chosen."""
+INTEGERS = ("route", "sort_by_expert")
+"""Operations that choose and count: the reference runs on the meta device, and makes no product."""
 FUSED = "local_experts"
 """Stands for stages that run one by one here: it has no dense product of its own."""
 
@@ -91,6 +91,7 @@ def shapes_only(ops: Ops) -> Ops:
         for name, shape in _SHAPES.items()
         if name == "grouped_mm" or ops.choices[name].name != EAGER  # The reference loops over experts.
     }
+    stands |= {name: implementations()[name][EAGER].function for name in INTEGERS}
     choices = {**ops.choices, FUSED: replace(ops.choices[FUSED], name=EAGER)}
     return replace(ops, **stands, choices=choices)
 
@@ -138,7 +139,6 @@ _SHAPES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "rope": lambda x, *rest, **options: (x.new_empty(x.shape),),
     "rms_norm": lambda x, *rest: (x.new_empty(x.shape),),
     "permute": lambda x, rows, *rest: (x.new_empty(rows.shape[0], x.shape[1]),),
-    "unpermute": lambda x, rows, slots, k: (x.new_empty(x.shape[0] // k, k, x.shape[1]),),
-    "combine": lambda x, w, residual: (residual.new_empty(residual.shape),),
+    "combine": lambda y, rows, weights, residual: (residual.new_empty(residual.shape),),
 }
 """Operation → shapes of what it returns."""
