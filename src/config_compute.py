@@ -119,6 +119,8 @@ class KernelsConfig:
     """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
 
     `determinism=bitwise` pins whatever is set."""
+    gemm_tuning: str = "none"
+    """File of tuned dense products that `scripts/tune_gemm.py` wrote for this card, or `none`."""
     quirks_disabled: list[str] = field(default_factory=list)
     """Patches of other packages' faults that are not made, by id; `kernels.json` lists the ids."""
 

@@ -316,6 +316,8 @@ def _sizes_of_bytes(config: Config) -> Iterator[Problem]:
         "memlock": memlock,
     }
     named = {f"platform.thresholds.{name}": text for name, text in sizes.items()}
+    if config.launcher.gpu_memory is not None:
+        named["launcher.gpu_memory"] = config.launcher.gpu_memory
     for key, text in {"checkpoint.verify": config.checkpoint.verify, **named}.items():
         try:
             size_in_bytes(text)
