@@ -39,6 +39,7 @@ from src.trainer.parallel.pipeline.executor import make_executor
 from src.trainer.parallel.pipeline.program import Plain, Program, Work
 from src.trainer.parallel.pipeline.staged import Staged
 from src.trainer.parallel.precision import Precision, precision_of
+from src.trainer.parallel.quantised import QuantisedWeights, check_fp8
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
 from src.trainer.runtime import Runtime
 
@@ -68,6 +69,8 @@ class NativeBackend:
         self._precision = precision
         self._sharded = is_sharded(runtime)
         self._masters = None if self._sharded else Masters(model, precision, ops.accumulate)
+        has_fp8 = config.precision.fp8 != "none"
+        self._fp8 = QuantisedWeights(model, config.precision) if has_fp8 else None
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         held = self._masters.parameters if self._masters else dict(model.named_parameters())
@@ -130,8 +133,13 @@ class NativeBackend:
             wanted["attention"] = wanted["attention"].plus("context_parallel")
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
+        if config.precision.fp8 == "dense_experts":
+            wanted["local_experts"] = wanted["local_experts"].plus("fp8_experts")
+            wanted["grouped_mm_fp8"] = wanted["grouped_mm"]
         compute = precision_of(config, device).compute
-        return resolve(config.kernels, device, compute, config.determinism, wanted)
+        ops = resolve(config.kernels, device, compute, config.determinism, wanted)
+        check_fp8(config, ops, compute)
+        return ops
 
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
         """All micro-batches of a step; leaves the reduced gradients in `.grad` of `parameters`.
@@ -152,6 +160,8 @@ class NativeBackend:
             each()
 
         self._executor.run(self._program(work), after, last)
+        if self._fp8 is not None:
+            self._fp8.touch()  # The update comes next.
         self._counts = tally.counts_ME
         return Sums(
             work.loss, tally.aux.squeeze(), tally.z.squeeze(), tally.counts_ME if self._sees_routing else None
@@ -246,6 +256,8 @@ class NativeBackend:
         held = self.parameters if tensors is None else tensors
         if tensors is None and self._masters is not None:
             self._masters.touch()  # Who asks may write to them, as a load does.
+        if tensors is None and self._fp8 is not None:
+            self._fp8.touch()
         lows = self.remainders if tensors is None else {}
         return local_entries(self._canonical(), self.parameters, held, self._model.holding.experts, lows)
 
@@ -338,6 +350,8 @@ class NativeBackend:
     def _refresh(self) -> None:
         if self._masters is not None:
             self._masters.refresh()
+        if self._fp8 is not None:
+            self._fp8.refresh(self._gather)
 
     def _collect(self) -> None:
         if self._masters is not None:

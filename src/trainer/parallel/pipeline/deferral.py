@@ -46,8 +46,8 @@ class Deferral:
 
     def ops(self, ops: Ops) -> Ops:
         """The operations whose weight gradients this may take over."""
-        linear, grouped_mm = partial(ops.linear, later=self), partial(ops.grouped_mm, later=self)
-        return replace(ops, linear=linear, grouped_mm=grouped_mm)
+        asked = ("linear", "linear_fp8", "grouped_mm", "grouped_mm_fp8")
+        return replace(ops, **{name: partial(getattr(ops, name), later=self) for name in asked})
 
 
 @torch.no_grad()
