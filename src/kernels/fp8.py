@@ -55,7 +55,8 @@ def quantise(x: Tensor, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, Tens
 
 
 def quantise_weight(weight: Tensor, by_rows: bool) -> Quantised:
-    """A weight or stack as its products read it; by rows each form has scales of its own."""
+    """A weight or stack as its products read it, without a graph; by rows each form has its own scales."""
+    weight = weight.detach()
     rows, rows_scale = quantise(weight, E4M3, by_rows)
     turned = weight.transpose(-1, -2)
     # One tensor twice among the inputs of an autograd function breaks the graph in torch 2.13.
