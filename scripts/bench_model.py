@@ -85,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--tokens-per-step", type=numbers, help="several by commas; the case's own if left out"
     )
-    found.add_argument("--peer", choices=PEERS, default=PEERS[0], help="the other side; eager and plain are ours")
+    found.add_argument(
+        "--peer", choices=PEERS, default=PEERS[0], help="the other side; eager and plain are ours"
+    )
     found.add_argument("--peer-precision", help="bf16 on a GPU, else fp32")
     found.add_argument(
         "--peer-compile", default="auto", help="backend.compile of the peer, several by commas"

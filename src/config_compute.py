@@ -113,6 +113,8 @@ class KernelsConfig:
     """One implementation of projections by name."""
     linear_fp8: str | None = None
     """One implementation of projections in fp8 by name."""
+    quantise_weight: str | None = None
+    """One implementation of weights in fp8 by name."""
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
     accumulate: str | None = None

@@ -54,16 +54,6 @@ def quantise(x: Tensor, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, Tens
     return cast(x, scale, dtype).contiguous(), scale
 
 
-def quantise_weight(weight: Tensor, by_rows: bool) -> Quantised:
-    """A weight or stack as its products read it, without a graph; by rows each form has its own scales."""
-    weight = weight.detach()
-    rows, rows_scale = quantise(weight, E4M3, by_rows)
-    turned = weight.transpose(-1, -2)
-    # One tensor twice among the inputs of an autograd function breaks the graph in torch 2.13.
-    columns_scale = scale_of(turned, E4M3, by_rows) if by_rows else rows_scale.clone()
-    return Quantised(rows, cast(turned, columns_scale, E4M3).contiguous(), rows_scale, columns_scale)
-
-
 def dequantise(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale·x8 in `dtype`."""
     return x8.to(dtype) * (scale[..., None] if scale.dim() else scale).to(dtype)

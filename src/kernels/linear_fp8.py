@@ -39,9 +39,7 @@ def scaled_product(
     """`reference_product` by cuBLAS or CUTLASS; on Hopper `fast` sums keep about 14 bits between tiles."""
     if scale_a.dim():
         scale_a, scale_b = scale_a[:, None], scale_b[None]
-    return torch._scaled_mm(
-        a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
-    )
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _product_shape(
@@ -120,7 +118,7 @@ def multiples(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
 linear_fp8 = _differentiable(reference_product)
 linear_fp8.__doc__ = """x·Wᵀ + b for x [..., in], weight [out, in], bias [out], as [..., out].
 
-`quantised` is the weight as `fp8.quantise_weight` gives it, whose scales say which recipe holds; `weight`
+`quantised` is the weight as `quantise_weight` gives it, whose scales say which recipe holds; `weight`
 itself is not read and gets the gradient, which `later` may take over. Rows of no tokens keep the graph.
 """
 scaled_mm = _differentiable(_scaled_mm)

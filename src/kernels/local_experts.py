@@ -117,7 +117,9 @@ IMPLEMENTATIONS = (
         local_experts,
         deterministic=(True, True),
         saves="rows, gate_up, inner, outputs",
-        features=frozenset({"biased_experts", "fp8_experts"}),  # It leaves the stages to the layer, one by one.
+        features=frozenset(
+            {"biased_experts", "fp8_experts"}
+        ),  # It leaves the stages to the layer, one by one.
     ),
     Implementation(
         "local_experts",

@@ -57,6 +57,7 @@ class Ops:
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
     linear_fp8: Callable[..., Any]
+    quantise_weight: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
     grad_norm: Callable[..., Any]
@@ -95,6 +96,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_linear": ("split",),
         "swiglu": ("triton",),
         "linear_fp8": ("scaled_mm",),
+        "quantise_weight": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
         "grad_norm": ("triton",),

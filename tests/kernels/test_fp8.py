@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from src.kernels import fp8, grouped_mm_fp8, linear_fp8
-from src.kernels.fp8 import quantise_weight
+from src.kernels.quantise_weight import quantise_weight
 from tests.kernels import fp8_oracle
 from tests.kernels.parity import relative
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.kernels.fp8 import quantise_weight
+from src.kernels.quantise_weight import quantise_weight, triton_quantise_weight
 from src.kernels.grouped_mm_fp8 import scaled_grouped_mm
 from src.kernels.linear_fp8 import scaled_mm
 from tests.kernels import fp8_oracle
@@ -129,7 +129,9 @@ def test_op_d_nothing_waits_for_the_device() -> None:
         for by_rows in (False, True):
             quantised = quantise_weight(w, by_rows)
             results(lambda x, w, q=quantised: scaled_mm(x, w, q), [x, w], dy)
-        results(lambda x, w: scaled_grouped_mm(x, w, quantise_weight(w, by_rows=True), offs), [x, experts], dy)
+        results(
+            lambda x, w: scaled_grouped_mm(x, w, quantise_weight(w, by_rows=True), offs), [x, experts], dy
+        )
 
     once()
     torch.cuda.synchronize()
@@ -138,3 +140,18 @@ def test_op_d_nothing_waits_for_the_device() -> None:
         once()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("shape", [(208, 576), (70, 33), (3, 48, 80)])
+def test_fp8_4_the_kernel_rounds_weights_as_torch_does(shape: tuple[int, ...], by_rows: bool) -> None:
+    """Both forms and their scales bit by bit, in new memory and in old."""
+    w = drawn(*shape, std=0.05)
+    want, found = quantise_weight(w, by_rows), triton_quantise_weight(w, by_rows)
+    old = triton_quantise_weight(torch.zeros_like(w), by_rows)
+    again = triton_quantise_weight(w, by_rows, old)
+    for index, (ours, theirs) in enumerate(zip(found, want, strict=True)):
+        assert torch.equal(ours.float(), theirs.float()), index
+        assert torch.equal(again[index].float(), theirs.float()), index
+        assert again[index] is old[index]
+        assert ours.is_contiguous()

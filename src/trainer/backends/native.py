@@ -70,7 +70,7 @@ class NativeBackend:
         self._sharded = is_sharded(runtime)
         self._masters = None if self._sharded else Masters(model, precision, ops.accumulate)
         has_fp8 = config.precision.fp8 != "none"
-        self._fp8 = QuantisedWeights(model, config.precision) if has_fp8 else None
+        self._fp8 = QuantisedWeights(model, config.precision, ops.quantise_weight) if has_fp8 else None
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         held = self._masters.parameters if self._masters else dict(model.named_parameters())

@@ -15,23 +15,27 @@ from torch import Tensor
 from src.config import Config, PrecisionConfig
 from src.errors import Problem, UserError
 from src.kernels.declaration import EAGER
-from src.kernels.fp8 import Quantised, quantise_weight
+from src.kernels.fp8 import Quantised
 from src.kernels.registry import Ops
 from src.models.build import CausalLM
 from src.models.layers import Experts, Linear
 
 
+Quantise = Callable[[Tensor, bool, Quantised | None], Quantised]
+
+
 class QuantisedWeights:
     """The fp8 copies of a rank, and whether they are those of the weights as they are now."""
 
-    def __init__(self, model: CausalLM[Any], config: PrecisionConfig) -> None:
-        """Projections, shared experts and dense FFNs of all layers, and routed experts if `config` says so."""
+    def __init__(self, model: CausalLM[Any], config: PrecisionConfig, quantise: Quantise) -> None:
+        """Of projections, shared experts and dense FFNs of all layers, and of routed experts if `config` says
+        so; `quantise` is the operation `quantise_weight`."""
         parts = list(model.model.layers.modules())
         self._linears = [part for part in parts if isinstance(part, Linear)]
         self._experts = [part for part in parts if isinstance(part, Experts)]
         if config.fp8 == "dense":
             self._experts = []
-        self._by_rows = config.fp8_recipe == "row"
+        self._quantise, self._by_rows = quantise, config.fp8_recipe == "row"
         self._is_stale = True
 
     def touch(self) -> None:
@@ -44,22 +48,13 @@ class QuantisedWeights:
         if not self._is_stale:
             return
         gather()
-        for linear in self._linears:
-            linear.fp8 = _renewed(linear.fp8, linear.weight, self._by_rows)
+        for linear in self._linears:  # Into the same memory again, which compiled layers go on reading.
+            linear.fp8 = self._quantise(linear.weight, self._by_rows, linear.fp8)
         for experts in self._experts:
             gate_up, down = experts.fp8 or (None, None)
-            experts.fp8 = _renewed(gate_up, experts.gate_up, True), _renewed(down, experts.down, True)
+            gate_up = self._quantise(experts.gate_up, True, gate_up)
+            experts.fp8 = gate_up, self._quantise(experts.down, True, down)
         self._is_stale = False
-
-
-def _renewed(old: Quantised | None, weight: Tensor, by_rows: bool) -> Quantised:
-    """`weight` in fp8, in the memory that `old` has: compiled layers go on reading it."""
-    new = quantise_weight(weight, by_rows)
-    if old is None:
-        return new
-    for into, values in zip(old, new, strict=True):
-        into.copy_(values)
-    return old
 
 
 def check_fp8(config: Config, ops: Ops, compute: torch.dtype) -> None:
