@@ -1,8 +1,8 @@
 """Numbers of 8 bits: scales, and a weight in the two forms that its products read (FP8-2, FP8-4).
 
-x ≈ scale·x8 with scale = max|x| / largest number of the format, over the whole tensor or over each of its rows
-(Micikevicius et al., arXiv 2209.05433, sec. 3, with the scale of now instead of that of earlier steps). Scales
-stay on the device.
+x ≈ scale·x8 with scale = max|x| / largest number of the format, over the whole tensor or over each of its
+rows (Micikevicius et al., arXiv 2209.05433, sec. 3, with the scale of now instead of that of earlier steps).
+Scales stay on the device.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def scaled_rows(
     if not x_ND.shape[0]:
         return x_ND.new_zeros(0, w_EMD.shape[1], dtype=dtype)
     by_rows = F.ScalingType.RowWise
-    y_NM = F.scaled_grouped_mm(
+    y_NM: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         x_ND, w_EMD.transpose(1, 2), x_scale_N, by_rows, w_scale_EM, by_rows,
         offs=offs_E, output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip

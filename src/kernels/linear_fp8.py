@@ -1,8 +1,8 @@
 """The product of a projection in 8 bits (FP8-1); its weight comes quantised, its input is quantised here.
 
-With one scale a tensor all three products are in 8 bits: forward e4m3·e4m3, the gradients e5m2·e4m3. With one
-scale a row the weight's gradient stays in the dtype of the input: its sum runs over tokens, whose maxima would
-hang on which tokens a rank holds.
+With one scale a tensor all three products are in 8 bits: forward e4m3·e4m3, the gradients e5m2·e4m3. With
+one scale a row the weight's gradient stays in the dtype of the input: its sum runs over tokens, whose maxima
+would hang on which tokens a rank holds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _differentiable(product: Product) -> Callable[..., Tensor]:
         if missing:  # The weight's gradient sums over rows.
             x_TD = F.pad(x_TD, (0, 0, 0, missing))
         y_TM: Tensor = LinearFp8.apply(x_TD, weight, later, *quantised)  # type: ignore[no-untyped-call]
-        y = y_TM[: x_TD.shape[0] - missing].unflatten(0, x.shape[:-1])
+        y = y_TM[: x_TD.shape[0] - missing].view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     return linear_fp8

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from src.kernels.quantise_weight import quantise_weight, triton_quantise_weight
 from src.kernels.grouped_mm_fp8 import scaled_grouped_mm
 from src.kernels.linear_fp8 import scaled_mm
+from src.kernels.quantise_weight import quantise_weight, triton_quantise_weight
 from tests.kernels import fp8_oracle
 from tests.models.tools import relative
 

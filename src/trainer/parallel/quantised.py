@@ -20,7 +20,6 @@ from src.kernels.registry import Ops
 from src.models.build import CausalLM
 from src.models.layers import Experts, Linear
 
-
 Quantise = Callable[[Tensor, bool, Quantised | None], Quantised]
 
 

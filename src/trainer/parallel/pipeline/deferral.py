@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class Deferral:
     def ops(self, ops: Ops) -> Ops:
         """The operations whose weight gradients this may take over."""
         asked = ("linear", "linear_fp8", "grouped_mm", "grouped_mm_fp8")
-        return replace(ops, **{name: partial(getattr(ops, name), later=self) for name in asked})
+        ours: dict[str, Any] = {name: partial(getattr(ops, name), later=self) for name in asked}
+        return replace(ops, **ours)
 
 
 @torch.no_grad()
