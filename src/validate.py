@@ -20,6 +20,7 @@ from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
 from src.validate_backend import backend_problems, force_problems
+from src.validate_fp8 import fp8_problems
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_BETA = 0.99
@@ -357,5 +358,6 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
+    *(_model, backend_problems, force_problems, _precision, fp8_problems),
+    *(_checkpoint, _resume, _logger, _profile),
 )

@@ -19,6 +19,7 @@ from src.trainer.parallel.layout import (
     stages_per_rank,
 )
 from src.trainer.parallel.pipeline.schedule import peak_live
+from src.validate_fp8 import is_product
 
 Known = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig | DenseConfig
 """Families of ours, whose activations are counted."""
@@ -26,6 +27,9 @@ COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "split": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "split": 4, "bf16": 2}
 """Bytes of a stored parameter (both its halves), of a sum of its gradients and of a moment, by precision."""
+
+FP8_BYTES = 2
+"""Bytes of a weight in fp8: it is there in two forms, whole on each rank."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class RankMemory:
     parameters: int
     """Parameters of its shards."""
     weights: int
+    """Masters, and weights in fp8."""
     gradients: int
     optimizer: int
     unsharded: int
@@ -64,7 +69,7 @@ def rank_memory(config: Config, rank: int, platform: str) -> RankMemory:
     cast = alone * compute if precision == "master" else 0
     return RankMemory(
         parameters=local,
-        weights=local * master,
+        weights=local * master + FP8_BYTES * _in_fp8(config, place),
         gradients=local * (compute if is_summed_once(config) else master),
         optimizer=local * (master * moments(config) - (2 if config.precision.first_moment == "bf16" else 0)),
         unsharded=gathered * (compute + master) + cast,
@@ -110,6 +115,17 @@ def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
         gathered += prod(mine) if shards > 1 else 0
         alone += prod(mine) if shards == 1 else 0
     return local, gathered, alone
+
+
+def _in_fp8(config: Config, place: Coordinates) -> int:
+    """Parameters of a rank whose products run in fp8."""
+    layers = {f"model.layers.{layer}." for layer in layers_of(config, place.pp)}
+    held = [
+        prod(shape) // (config.mesh.ep if is_expert_stack(name) else 1)
+        for name, shape in parameters(config.model).items()
+        if is_product(name, shape, config.precision.fp8) and _is_held(config, name, place.pp, layers)
+    ]
+    return sum(held)
 
 
 def _is_held(config: Config, name: str, pp: int, layers: set[str]) -> bool:
