@@ -21,7 +21,9 @@ def fp8_problems(config: Config) -> Iterator[Problem]:
     if fp8 == "none":
         if recipe != "tensor":
             fix = f"type {KEY}=dense, or leave the recipe out"
-            yield Problem("precision.fp8_recipe", f"{recipe}, but nothing runs in fp8 ({KEY}=none)", fix, RULE)
+            yield Problem(
+                "precision.fp8_recipe", f"{recipe}, but nothing runs in fp8 ({KEY}=none)", fix, RULE
+            )
         return
     is_fp32 = name == "auto" and config.platform.name == "cpu"
     if is_fp32 or name in ("fp32", "fp64"):
@@ -45,7 +47,9 @@ def _of_model(config: Config) -> Iterator[Problem]:
             short = name.split(".", 3)[3]
             bad[short] = f"{short} {shape[-2]}x{shape[-1]}"
     if bad:
-        message = f"{fp8} wants widths of a multiple of {MULTIPLE}, and {model.name} has {', '.join(bad.values())}"
+        message = (
+            f"{fp8} wants widths of a multiple of {MULTIPLE}, and {model.name} has {', '.join(bad.values())}"
+        )
         yield Problem(KEY, message, f"other widths, or {KEY}=none", RULE)
 
 

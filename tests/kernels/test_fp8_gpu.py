@@ -22,7 +22,10 @@ pytestmark = [
     ),
 ]
 BOUND = 1e-2
-"""Rounding to bf16 is 2e-3, the sums of Hopper's fast mode lose about as much."""
+FAST = 3e-2
+"""Of forwards. Hopper's fast sums keep 14 bits, those of the largest product or sum so far: fp64 arithmetic
+cut off there gives 2.5e-2 for the row with an outlier alone and 9e-3 for many rows, 6e-3 and 2e-3 with what
+the gradients use, sums that go to fp32 after every 128 products."""
 
 
 def drawn(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
@@ -41,7 +44,7 @@ def results(function: Callable[..., Any], inputs: list[Tensor], dy: Tensor) -> l
 def same(found: list[Tensor], want: list[Tensor]) -> None:
     for index, (ours, theirs) in enumerate(zip(found, want, strict=True)):
         assert ours.dtype == torch.bfloat16, index
-        assert relative(ours, theirs) < BOUND, (index, relative(ours, theirs))
+        assert relative(ours, theirs) < (BOUND if index else FAST), (index, relative(ours, theirs))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
