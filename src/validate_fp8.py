@@ -21,9 +21,7 @@ def fp8_problems(config: Config) -> Iterator[Problem]:
     if fp8 == "none":
         if recipe != "tensor":
             fix = f"type {KEY}=dense, or leave the recipe out"
-            yield Problem(
-                "precision.fp8_recipe", f"{recipe}, but nothing runs in fp8 ({KEY}=none)", fix, RULE
-            )
+            yield Problem("precision.fp8_recipe", f"{recipe}, but {KEY}=none", fix, RULE)
         return
     is_fp32 = name == "auto" and config.platform.name == "cpu"
     if is_fp32 or name in ("fp32", "fp64"):

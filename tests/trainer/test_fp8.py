@@ -309,11 +309,11 @@ def gradients(config: Config) -> dict[str, Tensor]:
     ("fp8", "recipe"), [("dense", "tensor"), ("dense", "row"), ("dense_experts", "tensor")]
 )
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_fp8_1_layers_on_a_gpu(tmp_path: Path, _: str, fp8: str, recipe: str, recompute: str) -> None:
+def test_fp8_1_layers_on_a_gpu(tmp_path: Path, precision: str, fp8: str, recipe: str, recompute: str) -> None:
     """CMP-4: eager and compiled, against fp64 no worse than twice the reference, every gradient."""
     torch._dynamo.reset()
-    precision = PrecisionConfig(name="bf16", fp8=fp8, fp8_recipe=recipe)
-    config = on_a_gpu(tmp_path, precision, recompute=RecomputeConfig(recompute))
+    options = PrecisionConfig(name=precision, fp8=fp8, fp8_recipe=recipe)
+    config = on_a_gpu(tmp_path, options, recompute=RecomputeConfig(recompute))
     plain = replace(config, precision=PrecisionConfig(name="fp64"), backend=BackendConfig(compile="none"))
     exact = gradients(plain)
     emulated = gradients(replace(config, kernels=KernelsConfig(name="eager"), backend=plain.backend))
