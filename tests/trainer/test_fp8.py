@@ -305,9 +305,7 @@ def gradients(config: Config) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("fp8", "recipe"), [("dense", "tensor"), ("dense", "row"), ("dense_experts", "tensor")]
-)
+@pytest.mark.parametrize(("precision", "fp8", "recipe"), RUNS)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_fp8_1_layers_on_a_gpu(tmp_path: Path, precision: str, fp8: str, recipe: str, recompute: str) -> None:
     """CMP-4: eager and compiled, against fp64 no worse than twice the reference, every gradient."""
