@@ -41,6 +41,7 @@ from src.trainer.parallel.pipeline.staged import Staged
 from src.trainer.parallel.precision import Precision, precision_of
 from src.trainer.parallel.quantised import QuantisedWeights, check_fp8
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
+from src.trainer.ranges import Ranges
 from src.trainer.runtime import Runtime
 
 FORMS = 32
@@ -99,6 +100,7 @@ class NativeBackend:
         )
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
+        self._ranges: Ranges | None = None
         self._sees_routing = True
         self.compiled: str = self._settle_compile()
         """`none`, `layers` or `model`: what is one graph."""
@@ -171,9 +173,13 @@ class NativeBackend:
         """How the layers of this rank's stages are run."""
         parts = (self._model, tuple(self._stages), self._dispatcher, work)
         if not self._staged:
-            return Plain(*parts)
+            return Plain(*parts, self._ranges)
         recompute, poison = self._config.recompute.name, self._config.debug.poison
-        return Staged(*parts, self._deferral, recompute, self._gather, poison)
+        return Staged(*parts, self._deferral, recompute, self._gather, poison, self._ranges)
+
+    def annotate(self, ranges: Ranges | None) -> None:
+        """Name layers and stages in a trace from now on, or no more."""
+        self._ranges = ranges
 
     def norm_and_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Global L2 norm of all gradients, each element once, and the global loss (ENG-5, ENG-6).
