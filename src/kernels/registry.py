@@ -46,7 +46,6 @@ class Ops:
     route: Callable[..., Any]
     sort_by_expert: Callable[..., Any]
     permute: Callable[..., Any]
-    unpermute: Callable[..., Any]
     combine: Callable[..., Any]
     local_experts: Callable[..., Any]
     swiglu: Callable[..., Any]
@@ -90,6 +89,11 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
         "grouped_mm_fp8": ("scaled_grouped_mm",),
         "local_experts": ("quack",),
+        "route": ("triton",),
+        "sort_by_expert": ("triton",),
+        "permute": ("triton",),
+        "combine": ("triton",),
+        "expert_bias": ("triton",),
         "rope": ("real",),
         "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),

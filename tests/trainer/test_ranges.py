@@ -22,9 +22,9 @@ LAYERS = {f"{index}.layer.{way}" for index in range(3) for way in ("forward", "b
 STAGES = {
     f"{index}.{stage}.{way}"
     for index in range(3)
-    for stage in ("attend", "dispatch", "experts", "combine")
+    for stage in ("attend", "dispatch", "experts")
     for way in ("forward", "backward")
-    if index > 0 or stage in ("attend", "experts")  # The first layer is dense.
+    if index > 0 or stage in ("attend", "experts")  # The first is dense; no rows return.
 }
 ENDS = {f"stage0.{end}.{way}" for end in ("enter", "leave") for way in ("forward", "backward")}
 
