@@ -41,6 +41,7 @@ class Ops:
 
     attention: Callable[..., Any]
     grouped_mm: Callable[..., Any]
+    grouped_mm_fp8: Callable[..., Any]
     expert_bias: Callable[..., Any]
     route: Callable[..., Any]
     sort_by_expert: Callable[..., Any]
@@ -54,6 +55,8 @@ class Ops:
     latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
+    linear_fp8: Callable[..., Any]
+    quantise_weight: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
     grad_norm: Callable[..., Any]
@@ -98,6 +101,7 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {
         "attention": ATTENTION,
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
+        "grouped_mm_fp8": ("scaled_grouped_mm",),
         "local_experts": ("quack",),
         "route": ("triton",),
         "sort_by_expert": ("triton",),
@@ -109,6 +113,8 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "latent_heads": ("triton", "real"),
         "router_linear": ("split",),
         "swiglu": ("triton",),
+        "linear_fp8": ("scaled_mm",),
+        "quantise_weight": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
         "grad_norm": ("triton",),

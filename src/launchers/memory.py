@@ -21,6 +21,7 @@ from src.trainer.parallel.layout import (
     stage_count,
     stages_of,
 )
+from src.validate_fp8 import is_product
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "split": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
@@ -28,6 +29,9 @@ MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "split": 4, "bf16": 2}
 """Bytes of a stored parameter (both its halves), of a sum of its gradients and of a moment, by precision."""
 EMBEDDING = "model.embed_tokens"
 HEAD = ("model.norm", "lm_head")
+
+FP8_BYTES = 2
+"""Bytes of a weight in fp8: it is there in two forms, whole on each rank."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class RankMemory:
     parameters: int
     """Parameters of its shards."""
     weights: int
-    """Masters, and copies of them that compute on a rank which shares nothing."""
+    """Masters, copies of them that compute on a rank which shares nothing, and weights in fp8."""
     gradients: int
     """Of its shards, when the update begins."""
     optimizer: int
@@ -87,6 +91,8 @@ class Part:
     is_expert: bool
     is_wide: bool
     """Routers, which compute in the masters' dtype (MOD-4)."""
+    is_fp8: bool
+    """Its products run in fp8."""
 
 
 class Estimate:
@@ -127,7 +133,8 @@ class Estimate:
         made = gradients + sum(size * self._master for size in whole.values()) * self._sharded
         return RankMemory(
             parameters=sum(local.values()),
-            weights=sum(size * self._weight(part) for part, size in local.items()),
+            weights=sum(size * self._weight(part) for part, size in local.items())
+            + FP8_BYTES * sum(size for part, size in whole.items() if part.is_fp8),
             gradients=gradients,
             optimizer=sum(local.values()) * self._moments(),
             unsharded=unsharded,
@@ -138,7 +145,7 @@ class Estimate:
     def _part(self, name: str, shape: tuple[int, ...]) -> Part:
         is_expert = is_expert_stack(name) and self._config.model.family != "hf"
         mine = (shape[0] // self._config.mesh.ep, *shape[1:]) if is_expert else shape
-        return Part(mine, is_expert, is_router(name))
+        return Part(mine, is_expert, is_router(name), is_product(name, shape, self._config.precision.fp8))
 
     def _held_by(self, pp: int) -> Counter[Part]:
         layers = {f"model.layers.{layer}." for layer in layers_of(self._config, pp)}
