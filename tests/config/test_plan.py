@@ -98,6 +98,23 @@ def test_bytes_by_precision_and_optimizer(base: Config) -> None:
     assert rank_memory(base, 0, "cuda").weights == 6 * n - 2 * routers
 
 
+@pytest.mark.parametrize("fp8", ["dense", "dense_experts"])
+def test_weights_in_fp8_are_whole_on_each_rank(base: Config, fp8: str) -> None:
+    """PROJ-1, FP8-5: both forms of a projection, 2 bytes a number, and of an expert's rank's own experts."""
+    plain = on(base, "dp2ep2")
+    with_fp8 = replace(plain, precision=replace(plain.precision, fp8=fp8))
+    names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj", "shared_experts", "mlp.gate_proj", "mlp.up_proj")
+    sizes = {name: prod(shape) for name, shape in parameters(plain.model).items()}
+    dense = sum(
+        size
+        for name, size in sizes.items()
+        if any(part in name for part in (*names, "mlp.down_proj")) and "norm" not in name
+    )
+    experts = sum(size for name, size in sizes.items() if is_expert_stack(name)) // 2
+    more = rank_memory(with_fp8, 0, "cpu").weights - rank_memory(plain, 0, "cpu").weights
+    assert more == 2 * (dense + (experts if fp8 == "dense_experts" else 0))
+
+
 def test_what_is_shared_out_is_gathered(base: Config) -> None:
     """ENG-16: on ep2 all that a rank uses stands there once more with its gradient, 4 + 4 bytes each.
 
