@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.config import Config
+from src.config import SCHEDULERS, Config
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables by which a user hides GPUs; what is hidden stays so (ENV-2)."""
@@ -32,7 +32,7 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
 
     Of a job that is submitted it is all its nodes together, as far as the config describes them.
     """
-    if config.launcher.name == "slurm":
+    if config.launcher.name in SCHEDULERS:
         return _of_a_job(config)
     wanted = config.platform.name
     gpus = 0 if wanted == "cpu" else _gpus(root, shell)

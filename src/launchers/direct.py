@@ -20,7 +20,7 @@ from typing import Any
 from src import runs
 from src.code_identity import code_record
 from src.compose import compose, dump_config, load_config
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.digest import config_digest
 from src.errors import Problem, UserError
 from src.launchers import node
@@ -83,8 +83,10 @@ def run_direct(place: Place, overrides: list[str]) -> int:
 def lead(place: Place, overrides: list[str]) -> Opened | int:
     """Compose, find the directory and open the attempt; a code where there is nothing to run."""
     config = compose(overrides).config
-    if config.launcher.name == "slurm":
-        message = f"launcher=slurm inside of {place.source}, which has started the ranks already"
+    if config.launcher.name in SCHEDULERS:
+        message = (
+            f"launcher={config.launcher.name} inside of {place.source}, which has started the ranks already"
+        )
         raise UserError([Problem("launcher", message, "type launcher=local or direct", "DIRECT-5")])
     kind = role(place, config)
     launch = Launch(config, overrides)

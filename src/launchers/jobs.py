@@ -52,8 +52,6 @@ class Job:
     devices: list[str] | None = None
     """The GPUs it has while it runs; None on a CPU."""
     process: subprocess.Popen[bytes] | None = None
-    remote: str | None = None
-    """The scheduler's id of a job that was submitted."""
     folder: Path | None = None
     progress: Progress | None = None
     started: float = 0.0

@@ -12,16 +12,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from src.compose import load_config
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.durations import seconds
 from src.errors import UserError
 from src.launchers import hostlist
+from src.launchers.beats import Beating
 from src.launchers.console import Console
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
 from src.launchers.outcome import first_failure, has_failed
@@ -98,7 +100,7 @@ def settle_node(run: Path, place: Place, signals: Signals) -> int:
 def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ended:
     """Start this node's ranks, and watch them until all have ended."""
     share = Spread(place.nodes, config.mesh.world // place.nodes)
-    if config.launcher.name == "slurm":
+    if config.launcher.name in SCHEDULERS:
         share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
@@ -109,9 +111,24 @@ def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ende
         write_json(run / "env.json", environment.json())
     variables = {**environment.values, "MANYHEAD_ATTEMPT": str(attempt)}
     worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
-    watcher = Watcher(run, config, Console(), signals)
-    with applied(variables):
-        return watcher.watch(lambda: start(run, share.ranks, worker, meeting))
+    with applied(variables), watching(run, config, place.node) as lost:
+        watcher = Watcher(run, config, Console(), signals, lost=lost)
+        ended = watcher.watch(lambda: start(run, share.ranks, worker, meeting))
+    reason = lost()
+    if reason is not None:
+        raise UserError(reason, code=5)
+    return ended
+
+
+@contextmanager
+def watching(run: Path, config: Config, node: int) -> Iterator[Callable[[], str | None]]:
+    """Watch the job's other nodes where the scheduler does not (SPUR-5): why this one must end, or None."""
+    if config.launcher.name != "spur":
+        yield lambda: None
+        return
+    beating = Beating(run, str(node), seconds(config.launcher.watchdog))
+    with beating:
+        yield beating.lost
 
 
 def meet(place: Place, config: Config, attempt: int) -> Meeting:

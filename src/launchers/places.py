@@ -13,6 +13,15 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets, all of them."""
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 """Variables of a step of srun."""
+SPUR = (
+    "SPUR_STEP_NUM_TASKS",
+    "SPUR_NNODES",
+    "SPUR_PROCID",
+    "SPUR_LOCALID",
+    "SPUR_JOB_ID",
+    "SPUR_JOB_NODELIST",
+)
+"""Variables of a step of Spur's srun."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Place:
     """One of several processes that were started together."""
 
     source: str
-    """`torchrun` or `srun`."""
+    """`torchrun`, `srun` or `srun of Spur`."""
     rank: int
     tasks: int
     """Processes in all."""
@@ -52,6 +61,10 @@ def recognise(shell: Mapping[str, str]) -> Place | None:
     Raises:
         UserError: a row matches in part, or contradicts itself (2).
     """
+    if "SPUR_JOB_ID" in shell and "TORCHELASTIC_RUN_ID" not in shell:
+        # Spur itself sets RANK, WORLD_SIZE and MASTER_*, as if each node were one rank.
+        is_step = "SPUR_STEP_ID" in shell and shell.get("SPUR_STEP_NUM_TASKS", "1") != "1"
+        return _of_spur(shell) if is_step else None
     if "RANK" in shell and "WORLD_SIZE" in shell:
         return _of_torchrun(shell)
     if "SLURM_STEP_ID" in shell and shell.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -96,6 +109,22 @@ def _of_srun(shell: Mapping[str, str]) -> Place:
     )
 
 
+def _of_spur(shell: Mapping[str, str]) -> Place:
+    _need(shell, SPUR, "srun of Spur")
+    tasks, nodes = int(shell["SPUR_STEP_NUM_TASKS"]), int(shell["SPUR_NNODES"])
+    numbers = int(shell["SPUR_JOB_ID"]) + 7 * int(shell["SPUR_STEP_ID"])
+    return Place(
+        source="srun of Spur",
+        rank=int(shell["SPUR_PROCID"]),
+        tasks=tasks,
+        local_rank=int(shell["SPUR_LOCALID"]),
+        local_tasks=max(1, tasks // nodes),
+        nodes=nodes,
+        address=hostlist.first(shell["SPUR_JOB_NODELIST"]),
+        port=12000 + numbers % 20000,
+    )
+
+
 def role(place: Place, config: Config) -> str:
     """`rank` where each process is one, `node` where each starts the ranks of its node.
 
@@ -105,10 +134,10 @@ def role(place: Place, config: Config) -> str:
     world = config.mesh.world
     if place.tasks == world:
         return "rank"
-    if place.source == "srun" and place.tasks == place.nodes and world % place.tasks == 0:
+    if place.source != "torchrun" and place.tasks == place.nodes and world % place.tasks == 0:
         return "node"
     message = f"{place.source} started {place.tasks} processes, mesh={config.mesh.spec} has {world} ranks"
-    fix = f"start {world} processes" + (", or one a node" if place.source == "srun" else "")
+    fix = f"start {world} processes" + (", or one a node" if place.source != "torchrun" else "")
     raise _refused("mesh", message, fix)
 
 

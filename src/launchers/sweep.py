@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from src import runs
 from src.code_identity import CodeRecord, code_record
 from src.compose import compose_jobs
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.digest import config_digest
 from src.errors import Problem, UserError
 from src.launchers.bar import Display
@@ -59,10 +59,10 @@ def run_sweep(
     """
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
-    if configs[0].launcher.name == "slurm":
-        from src.launchers.slurm_sweep import run_slurm_sweep
+    if configs[0].launcher.name in SCHEDULERS:
+        from src.launchers.remote_sweep import run_remote_sweep
 
-        return run_slurm_sweep(
+        return run_remote_sweep(
             configs, overrides, [str(text) for text in master.hydra.overrides.task], worker
         )
     jobs = make_jobs(configs, overrides, [str(text) for text in master.hydra.overrides.task])

@@ -123,10 +123,17 @@ class Watcher:
     """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
 
     def __init__(
-        self, run: Path, config: Config, console: Console, signals: Signals, screen: Screen | None = None
+        self,
+        run: Path,
+        config: Config,
+        console: Console,
+        signals: Signals,
+        screen: Screen | None = None,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._run, self._config = run, config
         self._console, self._signals, self._screen = console, signals, screen
+        self._lost = lost
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False
@@ -165,6 +172,9 @@ class Watcher:
             )
 
     def _look_for_errors(self, ranks: Ranks) -> None:
+        reason = self._lost()
+        if reason is not None:
+            self._kill(ranks, reason)
         if not has_failed(self._run / "control"):
             return
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from src.compose import compose
-from src.launchers.slurm import run_job
+from src.launchers.remote import run_job
 
 WORKER = "tests.launchers.fake_worker"
 
