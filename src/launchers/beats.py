@@ -98,8 +98,9 @@ class Beating:
                 names = ["the batch shell" if who == BATCH else f"node {who}" for who in silent]
                 self._lost = f"{' and '.join(names)} gave no sign for {self._limit:.0f} s"
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Beating:
         self._thread.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()

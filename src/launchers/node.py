@@ -126,8 +126,7 @@ def watching(run: Path, config: Config, node: int) -> Iterator[Callable[[], str 
     if config.launcher.name != "spur":
         yield lambda: None
         return
-    beating = Beating(run, str(node), seconds(config.launcher.watchdog))
-    with beating:
+    with Beating(run, str(node), seconds(config.launcher.watchdog)) as beating:
         yield beating.lost
 
 
