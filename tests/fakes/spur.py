@@ -85,7 +85,7 @@ def sbatch(words: list[str]) -> int:
     asked, _ = parse(directives, TABLE.sbatch, LETTERS)
     asked |= {name: value for name, value in typed.items() if name != "parsable"}
     int(asked.get("nodes", "1"))
-    number = str(len(list((STATE / "jobs").glob("*.json"))) + 1)
+    number = new_id()
     change(number, flags=asked, script=text, state="PENDING", reason="None", code=0)
     change(number, cwd=os.getcwd(), since=time.time())
     subprocess.Popen(
@@ -98,6 +98,17 @@ def sbatch(words: list[str]) -> int:
     )
     print(number if "parsable" in typed else f"Submitted batch job {number}")
     return 0
+
+
+def new_id() -> str:
+    """The next free id from `FAKE_SPUR_FIRST`, other than those of other clusters here: ports follow from it."""
+    number = int(os.environ.get("FAKE_SPUR_FIRST", "1"))
+    while True:
+        try:
+            (STATE / "jobs" / str(number)).mkdir()
+            return str(number)
+        except FileExistsError:
+            number += 1
 
 
 def split(line: str) -> list[str]:
