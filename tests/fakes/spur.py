@@ -101,7 +101,7 @@ def sbatch(words: list[str]) -> int:
 
 
 def new_id() -> str:
-    """The next free id from `FAKE_SPUR_FIRST`, other than those of other clusters here: ports follow from it."""
+    """The next free id from `FAKE_SPUR_FIRST`, which no other cluster here has: ports follow from it."""
     number = int(os.environ.get("FAKE_SPUR_FIRST", "1"))
     while True:
         try:

@@ -17,7 +17,7 @@ MUTATIONS = [
     ("hostlist.py", "int(high) < int(low)", "False", "test_wrong_host_lists"),
     ("spread.py", "if per_node == 0 or world % per_node or", "if", "test_contradictions_show_the_arithmetic"),
     ("flags.py", "math.ceil(", "int(", "test_flags_and_origins"),
-    ("flags.py", "if name in OURS:", "if False:", "test_extra_flags_that_contradict"),
+    ("flags.py", "if name in ours:", "if False:", "test_extra_flags_that_contradict"),
     ("scheduler.py", "if seen is not None and seen.is_alive:", "if False:", "test_states"),
     ("scheduler.py", "if seen is not None and seen.state in STAND:", "if False:", "test_states"),
     ("scheduler.py", "waited >= UNKNOWN", "waited >= 0", "test_states"),

@@ -163,7 +163,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def test_stopped_job_goes_on_with_the_losses_of_one_process(place: Place, tmp_path: Path) -> None:
-    """FAKE-2, DIRECT-4: 2 nodes x 2 ranks, stopped, submitted again: each step once, with one process's losses."""
+    """FAKE-2, DIRECT-4: 2 nodes x 2 ranks, stopped and submitted again, has the losses of one process."""
     words = [*TINY, "max_steps=5", f"paths.runs={tmp_path}", "run_name=alone"]
     alone = subprocess.run(
         [sys.executable, str(CHECKOUT / "train.py"), *words], capture_output=True, text=True

@@ -19,6 +19,7 @@ from src.launchers.scheduler import Seen
 from src.launchers.spur import Spur, clock_seconds
 from src.launchers.spur_capabilities import of_version
 from src.status import Status
+from tests.slurm.conftest import wait_for
 
 SPUR = Config(launcher=LauncherConfig("spur"))
 
@@ -122,16 +123,14 @@ def test_node_ends_when_another_is_silent(tmp_path: Path, monkeypatch: pytest.Mo
     sign(tmp_path / "control", "1", 1)
     sign(tmp_path / "control", "batch", 1)
     with Beating(tmp_path, "0", 0.05) as beating:
-        while beating.lost() is None:
-            pass
+        wait_for(lambda: beating.lost() is not None, 2)
     assert beating.lost() == "node 1 and the batch shell gave no sign for 0 s"
     (tmp_path / "control" / "beat.1").unlink()
     (tmp_path / "control" / "beat.batch").unlink()
     with Beating(tmp_path, "0", 9.0) as other:
         (tmp_path / "attempts" / "0001").mkdir(parents=True)
         (tmp_path / "attempts" / "0001" / "config.yaml").touch()
-        while other.lost() is None:
-            pass
+        wait_for(lambda: other.lost() is not None, 2)
     assert other.lost() == "another attempt at this run has begun"
 
 
