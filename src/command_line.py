@@ -74,7 +74,7 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _completion(flags, parsed.overrides)
-    place = recognise(os.environ)
+    place = recognise(os.environ, lambda: _node_rank_from(parsed.overrides))
     if place is not None:
         return _direct(place, parsed)
     if sum(map(bool, (parsed.multirun, parsed.cfg, parsed.info))) > 1:
@@ -103,6 +103,13 @@ def _completion(flags: list[str], words: list[str]) -> int:
     return 0
 
 
+def _node_rank_from(overrides: list[str]) -> str:
+    """What a pod whose number is not given reads before rank 0 is known."""
+    from src.compose import compose
+
+    return compose(overrides).config.launcher.node_rank_from
+
+
 def _direct(place: Place, parsed: argparse.Namespace) -> int:
     """One of several processes that srun or torchrun started: it becomes its rank."""
     if parsed.multirun or parsed.cfg or parsed.info:
@@ -128,7 +135,9 @@ def _single(overrides: list[str]) -> int:
     if composed.is_multirun != is_remote:
         return _mode(composed.is_multirun, overrides, config.launcher.name)
     if config.launcher.name == "direct":
-        message = "the environment names no rank: neither torchrun nor srun with several tasks started this"
+        message = (
+            "the environment names no rank: neither torchrun, srun with several tasks nor a pod started this"
+        )
         raise UserError([Problem("launcher", message, "type launcher=local", "DIRECT-5")])
     if config.dry_run:
         return _dry_run(config, overrides, is_remote)

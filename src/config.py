@@ -78,7 +78,7 @@ class LauncherConfig:
     constraint: str | None = None
     """Features that nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used."""
+    """Nodes that must not be used; `@FILE` reads them from a file that `scripts/doctor.py` wrote."""
     time: str | None = duration(None)
     """Time limit of a job, on Slurm in whole minutes, rounded up; null is the partition's default."""
     nodes: int | None = None
@@ -93,10 +93,14 @@ class LauncherConfig:
     """On Spur: how long a node of a job may be silent before the others take it for dead and end."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
+    node_rank_from: str = choice("NODE_RANK", "completion_index", "hostname")
+    """Where a pod without `NODE_RANK` finds its number: `JOB_COMPLETION_INDEX`, or its host name's end."""
     wait: bool = True
     """Follow the job to its end; `false` prints its id and returns."""
     on_interrupt: str = choice("cancel", "detach")
     """What Ctrl-C does to the job that is followed: cancel it, or let it run on."""
+    checks: str = choice("none", "info", "strict")
+    """Look at a node before its ranks start: not at all, and say what is wrong, or refuse to start (3)."""
 
 
 @dataclass
@@ -260,10 +264,20 @@ class LoggerConfig:
 
 @dataclass
 class ContainerConfig:
-    """Container that wraps the ranks."""
+    """Container that wraps the ranks of each node."""
 
     name: str = choice("none", "docker", "podman", "apptainer", "pyxis")
-    """`none` runs on the machine itself; the others are reserved and refused until they exist."""
+    """`none` runs on the machine itself; pyxis is Slurm's plugin, the others start the agent of a node."""
+    image: str | None = None
+    """Name of an image, or a file (apptainer, pyxis); podman takes a directory as root file system."""
+    python: str = "python3"
+    """Python of the image, which has torch and the other packages of a rank."""
+    mounts: list[str] = field(default_factory=list)
+    """Further mounts, `SOURCE` or `SOURCE:TARGET`, read-only unless `:rw` follows."""
+    env: list[str] = field(default_factory=list)
+    """Names of further variables that pass from the shell into the container; `*` stands for any letters."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments of the runtime, verbatim and after ours, so that theirs win; of srun for pyxis."""
 
 
 @dataclass
@@ -294,8 +308,8 @@ class SweepConfig:
     """Place of this job in its sweep; set by the launcher."""
     keys: list[str] = field(default_factory=list)
     """Keys that the sweep varies; set by the launcher."""
-    objective: str = "heldout_loss"
-    """Value that an adaptive sweeper reads."""
+    objective: str = choice("heldout_loss", "bits_per_byte", "last_loss", "best_loss", "tokens_per_s")
+    """Column of the report that an adaptive sweeper reads."""
     fail_fast: bool = False
     """Stop the sweep at the first failed job."""
     prepare_parallel: int = 1

@@ -93,8 +93,6 @@ class KernelsConfig:
     """One implementation of the order of rows by expert by name."""
     permute: str | None = None
     """One implementation of copies of tokens into rows by name."""
-    unpermute: str | None = None
-    """One implementation of rows back in the order of tokens by name."""
     combine: str | None = None
     """One implementation of the weighted sum of a token's rows by name."""
     swiglu: str | None = None
@@ -170,8 +168,29 @@ class DeterminismConfig:
 
 
 @dataclass
+class ThresholdsConfig:
+    """What a node must have to pass `launcher.checks` and `scripts/doctor.py`."""
+
+    disk: str = "10GiB"
+    """Free space where runs, data and caches lie."""
+    shm: str = "64MiB"
+    """Size of `/dev/shm`, through which the ranks of a node exchange data."""
+    memlock: str = "0"
+    """Memory that a process may lock, which InfiniBand needs; or `unlimited`."""
+    clock: str = field(default="5s", metadata={"duration": True})
+    """Most that the clock may differ from that of the disk with the runs, which all nodes share."""
+    probe: str = field(default="15s", metadata={"duration": True})
+    """After this long a check that has not answered is a `timeout`, and a probe of a GPU is killed."""
+    device_memory: str = "2GiB"
+    """Most memory of a GPU that may be taken before ranks start; the probe's own context is half a GiB."""
+
+
+@dataclass
 class PlatformConfig:
     """The kind of device."""
 
     name: str = choice("auto", "cpu", "cuda", "rocm")
     """`auto` takes a GPU if there is one."""
+    network: str = choice("none", "ib", "roce", "ainic", "ethernet")
+    """What nodes are joined by; `none` leaves it to NCCL, `ethernet` takes sockets, `ainic` is AMD's card."""
+    thresholds: ThresholdsConfig = field(default_factory=ThresholdsConfig)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from src.code_identity import toolkit
 from src.config import SCHEDULERS, Config
 
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables by which a user hides GPUs; what is hidden stays so (ENV-2)."""
+HIDING = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+}
+"""Platform → variables by which a user hides GPUs, the innermost first; what is hidden stays so (ENV-2)."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,17 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
     if config.launcher.name in SCHEDULERS:
         return _of_a_job(config)
     wanted = config.platform.name
-    gpus = 0 if wanted == "cpu" else _gpus(root, shell)
-    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+    kinds = [kind for kind in _PRESENT if kind == wanted or (wanted == "auto" and _is_usable(kind))]
+    found = {kind: len(visible(kind, root, shell)[1]) for kind in kinds}
+    platform = next((kind for kind in kinds if found[kind] or kind == wanted), "cpu")
+    if platform == "cpu":
         return Machine("cpu", 1, *_memory(root))
-    return Machine("cuda" if wanted == "auto" else wanted, gpus, None, "unprobed: the driver was not asked")
+    return Machine(platform, found[platform], None, "unprobed: the driver was not asked")
+
+
+def pinned(config: Config) -> Config:
+    """The config with the platform that ranks elsewhere must take, whatever devices they find."""
+    return replace(config, platform=replace(config.platform, name=find_machine(config).platform))
 
 
 def _of_a_job(config: Config) -> Machine:
@@ -53,13 +64,43 @@ def _of_a_job(config: Config) -> Machine:
     return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, None, source)
 
 
-def _gpus(root: Path, shell: Mapping[str, str]) -> int:
-    """GPUs by their device files, within what the user shows: the driver would cost a child or torch."""
-    present = sum(file.name.removeprefix("nvidia").isdigit() for file in (root / "dev").glob("nvidia*"))
-    shown = next((shell[name] for name in HIDING if name in shell), None)
-    if shown is None:
-        return present
-    return min(present, len([name for name in shown.split(",") if name.strip() not in ("", "-1")]))
+def _is_usable(platform: str) -> bool:
+    """Whether `auto` may take it: many a laptop's processor counts as an AMD GPU, but not for its torch."""
+    return platform != "rocm" or toolkit().startswith("rocm")
+
+
+def visible(
+    platform: str, root: Path = Path("/"), shell: Mapping[str, str] = os.environ
+) -> tuple[str, list[str]]:
+    """The variable that says which GPUs are shown, and the names of those it shows.
+
+    By their device files: the driver would cost a child or torch.
+    """
+    names = HIDING[platform]
+    variable = next((name for name in names if name in shell), names[0])
+    present = _PRESENT[platform](root)
+    if variable not in shell:
+        return variable, [str(number) for number in range(present)]
+    shown = [name.strip() for name in shell[variable].split(",")]
+    return variable, [name for name in shown if name not in ("", "-1")][:present]
+
+
+def _nvidia(root: Path) -> int:
+    return sum(file.name.removeprefix("nvidia").isdigit() for file in (root / "dev").glob("nvidia*"))
+
+
+def _amd(root: Path) -> int:
+    """Nodes of the driver's topology whose render device is here, for a container may show a few of them."""
+    found = 0
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        properties = dict(line.split(maxsplit=1) for line in _lines(file) if " " in line)
+        minor = properties.get("drm_render_minor", "-1").strip()
+        found += (root / f"dev/dri/renderD{minor}").exists()
+    return found
+
+
+_PRESENT: dict[str, Callable[[Path], int]] = {"cuda": _nvidia, "rocm": _amd}
+"""Platform → how many GPUs of it there are."""
 
 
 def _memory(root: Path) -> tuple[int | None, str]:

@@ -21,11 +21,7 @@ RESERVED: dict[str, dict[str, str]] = {
         "mixture": "corpora cannot be mixed yet",
     },
     "optimizer": {"muon": "Muon is not written yet"},
-    "platform": {"rocm": "the environment of AMD devices is not described yet"},
     "logger": {"mlflow": "there is no mlflow tracker yet"},
-    "container": dict.fromkeys(
-        ("docker", "podman", "apptainer", "pyxis"), "ranks cannot be started in a container yet"
-    ),
 }
 """Group → reserved option → why it is refused."""
 
@@ -56,8 +52,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
         ("backend.name", config.backend.name, "backend"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
-        ("platform.name", config.platform.name, "platform"),
-        ("container.name", config.container.name, "container"),
         *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),
     ]
     fp8 = ("precision.fp8", config.precision.fp8, _FP8)

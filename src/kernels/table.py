@@ -8,6 +8,10 @@ from src.kernels import (
     accumulate,
     adamw,
     attention,
+    attention_flash,
+    attention_flash2,
+    attention_flash4,
+    attention_flex,
     combine,
     expert_bias,
     grad_norm,
@@ -28,13 +32,18 @@ from src.kernels import (
 from src.kernels.declaration import Implementation
 
 IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
-    "attention": attention.IMPLEMENTATIONS,
+    "attention": (
+        *attention.IMPLEMENTATIONS,
+        *attention_flash.IMPLEMENTATIONS,
+        *attention_flash2.IMPLEMENTATIONS,
+        *attention_flash4.IMPLEMENTATIONS,
+        *attention_flex.IMPLEMENTATIONS,
+    ),
     "grouped_mm": grouped_mm.IMPLEMENTATIONS,
     "expert_bias": expert_bias.IMPLEMENTATIONS,
     "route": route.IMPLEMENTATIONS,
     "sort_by_expert": sort_by_expert.IMPLEMENTATIONS,
     "permute": permute.IMPLEMENTATIONS,
-    "unpermute": permute.INVERSE_IMPLEMENTATIONS,
     "combine": combine.IMPLEMENTATIONS,
     "local_experts": local_experts.IMPLEMENTATIONS,
     "swiglu": swiglu.IMPLEMENTATIONS,

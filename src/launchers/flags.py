@@ -70,9 +70,10 @@ def sbatch_flags(
     config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str
 ) -> list[Flag]:
     """What Slurm's sbatch is asked for, see `asked`; raises UserError (2) where `launcher.extra` may not."""
-    grace = durations.seconds(config.launcher.grace)
-    signal = Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")
-    flags = [*asked(config, overrides, where, platform, name), signal]
+    flags = asked(config, overrides, where, platform, name)
+    if is_signalled(config):
+        grace = durations.seconds(config.launcher.grace)
+        flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
     flags, problems = with_extra(flags, config.launcher.extra, overrides, OURS)
     if problems:
         raise UserError(problems)
@@ -110,6 +111,15 @@ def asked(config: Config, overrides: Sequence[str], where: Spread, platform: str
         if value is not None:
             flags += [Flag(key, value, _from(key, value, overrides))]
     return flags
+
+
+def is_signalled(config: Config) -> bool:
+    """Whether the scheduler announces the time limit.
+
+    Its signal may reach every process of a step, and ends the monitor of a podman container (tried with
+    conmon 2.1.6: the container then stops without a save); there the agent looks at the clock itself.
+    """
+    return config.container.name != "podman"
 
 
 def with_extra(

@@ -14,9 +14,12 @@ from typing import Any
 from src.config import SCHEDULERS, Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
+from src.launchers.container import ContainerPlan
+from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
 from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.network import Network
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.launchers.spur_capabilities import Capabilities, known
@@ -95,8 +98,12 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
-    capabilities: str | None
+    capabilities: str | None = None
     """Which scheduler the flags are for, and where that is known from; null where it does not matter."""
+    jobs: int = 1
+    """Jobs of a sweep that share the machine with this one, itself included."""
+    container: ContainerPlan | None = None
+    """What wraps the ranks of each node."""
 
     def json(self) -> dict[str, Any]:
         """The plan as plain data: `plan.json`, and the last line of a dry run."""
@@ -127,6 +134,7 @@ class LaunchPlan:
             ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
             *[("notice", notice) for notice in self.notices],
             ("each rank", self.command),
+            *([("container", self.container.command)] if self.container else []),
         ]
         lines += [
             ("flags" if k == 0 else "", f"{flag}  ({flag.origin})") for k, flag in enumerate(self.flags)
@@ -172,7 +180,7 @@ def make_plan(
     share = spread(config, machine.platform)
     if config.launcher.name == "spur":
         capabilities = capabilities or known()
-    return LaunchPlan(
+    plan = LaunchPlan(
         run_directory=run,
         config_digest=config_digest(config),
         identity=identity(config),
@@ -200,6 +208,7 @@ def make_plan(
         flags=_flags(config, overrides, share, machine.platform, capabilities),
         capabilities=None if capabilities is None else str(capabilities),
     )
+    return contain(plan, config, os.environ)
 
 
 def check_memory(plan: LaunchPlan) -> None:
@@ -294,12 +303,12 @@ def _environment(config: Config, machine: Machine) -> dict[str, str]:
     cache = Path(config.paths.cache or "unprobed")
     ranks, launcher = spread(config, machine.platform).ranks, config.launcher
     # On a scheduler's node are the cores that the job asks for, not those of this machine.
-    given = (launcher.cpus_per_task or ranks) if launcher.name in SCHEDULERS else cores()
-    setting = Setting(config, machine.platform, ranks=ranks, cores=given, cache=cache)
-    listed = rank_environment(setting, os.environ).json()
-    return {
-        name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")
-    }
+    is_remote = launcher.name in SCHEDULERS
+    given = (launcher.cpus_per_task or ranks) if is_remote else cores()
+    network = None if is_remote else Network()
+    setting = Setting(config, machine.platform, ranks, cores=given, cache=cache, network=network)
+    listed = rank_environment(setting, os.environ).public()
+    return {name: value for name, value in sorted(listed.items()) if not value.startswith("unprobed/")}
 
 
 def bytes_text(size: int) -> str:

@@ -47,9 +47,9 @@ class Ranks(Protocol):
         """Forget the ranks; all have ended."""
 
 
-def rank_command(run: Path, worker: str) -> list[str]:
+def rank_command(run: Path, worker: str, python: str = sys.executable) -> list[str]:
     """The command of every rank: its number is in the environment, only the directory travels (PLAN-3)."""
-    return ["/bin/sh", "-c", REDIRECT, str(run), sys.executable, "-P", "-m", worker, str(run)]
+    return ["/bin/sh", "-c", REDIRECT, str(run), python, "-P", "-m", worker, str(run)]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from src import runs
@@ -32,7 +32,7 @@ from src.launchers.scheduler import Scheduler, job_id
 from src.launchers.schedulers import scheduler_of
 from src.launchers.settle import fail
 from src.launchers.snapshot import snapshot
-from src.machine import find_machine
+from src.machine import pinned
 from src.records import read_json, write_json
 from src.runs import Claim
 from src.status import Status, read_status
@@ -52,11 +52,6 @@ class JobRecord:
 def run_job(config: Config, overrides: list[str], worker: str = WORKER) -> int:
     """Submit one run, wait for it and return its own exit code (EXIT); refusals are printed, not raised."""
     return guarded(Launch(pinned(config), overrides, worker), find_and_follow)
-
-
-def pinned(config: Config) -> Config:
-    """The config with the platform that the nodes' ranks must take, whatever devices they find."""
-    return replace(config, platform=replace(config.platform, name=find_machine(config).platform))
 
 
 def find_and_follow(launch: Launch) -> int:

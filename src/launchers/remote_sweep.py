@@ -9,40 +9,37 @@ from pathlib import Path
 
 from src import runs
 from src.code_identity import CodeRecord, code_record
-from src.config import Config
 from src.errors import UserError
 from src.launchers.bar import Progress
 from src.launchers.console import Console
 from src.launchers.follow import Queue, write_verdict
-from src.launchers.jobs import Job, data_failure, make_jobs
+from src.launchers.jobs import Job, data_failure
 from src.launchers.launch import Launch, check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text
-from src.launchers.remote import living_job, open_attempt, pinned, side_by_side, submit_runs
+from src.launchers.remote import living_job, open_attempt, side_by_side, submit_runs
 from src.launchers.scheduler import Scheduler, job_id
 from src.launchers.schedulers import scheduler_of
 from src.launchers.snapshot import snapshot
 from src.launchers.sweep import Sweep, plan_jobs
+from src.machine import pinned
 from src.report import write_report
 
 MOST_LINES = 16
 """Running jobs that have a line of their own on a terminal."""
 
 
-def run_remote_sweep(
-    configs: Sequence[Config], overrides: list[list[str]], typed: list[str], worker: str
-) -> int:
+def run_remote_sweep(jobs: list[Job], worker: str) -> int:
     """Submit all jobs of a multirun, follow them, and return the sweep's exit code (EXIT-2).
 
     Args:
-        configs: of the jobs, checked.
-        overrides: of each job, in sweep order.
-        typed: the sweep's overrides as they stood on the command line.
+        jobs: checked, in sweep order.
         worker: module that a rank runs.
     """
-    jobs = make_jobs([pinned(config) for config in configs], overrides, typed)
+    for job in jobs:
+        job.config = pinned(job.config)
     plans = plan_jobs(jobs)
-    scheduler = scheduler_of(configs[0])
-    if configs[0].dry_run:
+    scheduler = scheduler_of(jobs[0].config)
+    if jobs[0].config.dry_run:
         for group in groups(plans):
             print(scheduler.script(jobs[0].config, [plans[k] for k in group]))
         for plan in plans:
@@ -61,7 +58,10 @@ def groups(plans: Sequence[LaunchPlan], most: int | None = None) -> list[list[in
     """Places of plans that ask for the same, in sweep order: one array each, of `most` tasks or fewer."""
     found: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for place, plan in enumerate(plans):
-        found.setdefault(tuple((flag.name, flag.value) for flag in plan.flags), []).append(place)
+        asked = [(flag.name, flag.value) for flag in plan.flags]
+        if plan.container is not None and plan.container.runtime == "pyxis":
+            asked.append((plan.container.python, plan.container.command))
+        found.setdefault(tuple(asked), []).append(place)
     size = most or len(plans)
     return [group[k : k + size] for group in found.values() for k in range(0, len(group), size)]
 

@@ -93,6 +93,9 @@ class Scheduler(Protocol):
     def look(self, ids: Iterable[str]) -> dict[str, Seen] | None:
         """What the queue says about the jobs that it knows; None if it cannot be asked now."""
 
+    def time_left(self, number: str) -> int | None:
+        """Seconds until a job's time limit; None without one, or where nobody says."""
+
     def cancel(self, ids: Iterable[str]) -> None:
         """Cancel jobs; whether they end is for `look` to say."""
 
@@ -165,6 +168,15 @@ def read_code(text: str) -> int:
     if found is None:
         return 1
     return exit_code(-int(found[2])) if int(found[2]) else int(found[1])
+
+
+def seconds_of(text: str) -> int | None:
+    """`D-HH:MM:SS` with its leading parts left out where they are 0, as squeue prints it."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str] | None:

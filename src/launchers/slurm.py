@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from src.code_identity import code_record
 from src.config import Config
 from src.errors import UserError
-from src.launchers.scheduler import Seen, ask, read_code, read_squeue
+from src.launchers.scheduler import Seen, ask, read_code, read_squeue, seconds_of
 from src.launchers.snapshot import place
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Slurm:
         folder = (paths[0] if config.sweep.name is None else paths[0].parent) / self.folder
         code = place(Path(config.paths.runs), code_record())
         most = None if config.launcher.parallel == "auto" else int(config.launcher.parallel)
-        return executor(folder, plans[0].flags, paths, code, most).script(len(paths))
+        made = executor(folder, plans[0].flags, paths, code, most, plans[0].container)
+        return made.script(len(paths))
 
     def submit(
         self, folder: Path, plans: Sequence[LaunchPlan], paths: Sequence[Path], code: Path, most: int | None
@@ -53,7 +54,7 @@ class Slurm:
         from src.launchers.submit import executor, submit
 
         folder.mkdir(parents=True, exist_ok=True)
-        return submit(executor(folder, plans[0].flags, paths, code, most), paths)
+        return submit(executor(folder, plans[0].flags, paths, code, most, plans[0].container), paths)
 
     def look(self, ids: Iterable[str]) -> dict[str, Seen] | None:
         """See `Scheduler`."""
@@ -64,6 +65,11 @@ class Slurm:
         if done.returncode != 0 and "Invalid job id" not in done.stderr:
             return None
         return read_squeue(done.stdout)
+
+    def time_left(self, number: str) -> int | None:
+        """See `Scheduler`."""
+        done = ask("squeue", "-h", "-j", number, "-o", "%L")
+        return None if done is None else seconds_of(done.stdout)
 
     def cancel(self, ids: Iterable[str]) -> None:
         """See `Scheduler`."""

@@ -14,7 +14,7 @@ from src.code_identity import code_record
 from src.config import Config
 from src.errors import UserError
 from src.launchers import spur_capabilities
-from src.launchers.scheduler import Seen, ask, outside_of_jobs, read_code, read_squeue
+from src.launchers.scheduler import Seen, ask, outside_of_jobs, read_code, read_squeue, seconds_of
 from src.launchers.snapshot import place
 from src.launchers.spur_flags import exports
 from src.launchers.spur_script import SCRIPT, script
@@ -82,12 +82,12 @@ class Spur:
             for number, line in seen.items()
         }
 
-    def time_left(self, number: str) -> float | None:
-        """Seconds until the job's time limit; None where it has none, or nobody says."""
+    def time_left(self, number: str) -> int | None:
+        """See `Scheduler`; Spur tells the limit and what is used of it."""
         done = ask("squeue", "-h", "-t", "all", "-j", number, "-o", "%l|%M") if number.isdecimal() else None
-        limit, _, used = ("" if done is None else done.stdout.strip()).partition("|")
-        seconds = [clock_seconds(text) for text in (limit, used)]
-        return None if seconds[0] is None or seconds[1] is None else float(seconds[0] - seconds[1])
+        said, _, used = ("" if done is None else done.stdout.strip()).partition("|")
+        limit, elapsed = seconds_of(said), seconds_of(used)
+        return None if limit is None or elapsed is None else limit - elapsed
 
     def cancel(self, ids: Iterable[str]) -> None:
         """See `Scheduler`."""
@@ -109,16 +109,6 @@ class Spur:
         """See `Scheduler`."""
         done = ask("scontrol", "show", "job", number)
         return read_code(done.stdout if done is not None else "")
-
-
-def clock_seconds(text: str) -> int | None:
-    """Seconds of squeue's `D-HH:MM:SS`, `H:MM:SS` or `M:SS`; None for `UNLIMITED` and other words."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]) or not 2 <= len(parts) <= 3:
-        return None
-    hours, minutes, seconds = [0, *map(int, parts)][-3:]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def submit(path: Path) -> str:

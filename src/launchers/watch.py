@@ -129,9 +129,21 @@ class Watcher:
         console: Console,
         signals: Signals,
         screen: Screen | None = None,
+        slack: float = 0.0,
         lost: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._run, self._config = run, config
+        """Watch the ranks of `run`, once they are started.
+
+        Args:
+            run: the run's directory.
+            config: the run's.
+            console: says what is done to the ranks.
+            signals: stop requests.
+            screen: shows steps, where somebody looks.
+            slack: seconds on top for ranks behind an agent that watches them by the same rules.
+            lost: says why the ranks must end at once, None while they may go on.
+        """
+        self._run, self._config, self._slack = run, config, slack
         self._console, self._signals, self._screen = console, signals, screen
         self._lost = lost
         self._asked: float | None = None
@@ -162,7 +174,8 @@ class Watcher:
             self._asked = now
             (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
             self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
-        overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
+        grace = seconds(self._config.launcher.grace) + self._slack
+        overdue = self._asked is not None and now - self._asked > grace
         if len(came) > 1 or overdue:
             self._kill(
                 ranks,
@@ -179,7 +192,7 @@ class Watcher:
             return
         now = time.monotonic()
         self._failed = self._failed or now
-        if now - self._failed > ALONE:
+        if now - self._failed > ALONE + self._slack:
             self._kill(ranks, f"still there {ALONE:.0f} s after the first error")
 
     def _kill(self, ranks: Ranks, reason: str) -> None:

@@ -91,8 +91,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
-        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)[0]
         return normed
+
+    def join(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and this sum."""
+        normed, total = self.ops.rms_norm(x, self.weight, self.eps, residual)
+        return normed, total
 
 
 class SwiGLU(nn.Module):
@@ -178,7 +183,7 @@ def attend(
         return batch.context.attend(
             q_BSHC, (k_BSGC, v_BSGU), None, (), scale, batch.documents_BS, window, sinks_H
         )
-    asked = {"window": window, "sinks_H": sinks_H}
+    asked = {"window": window, "sinks_H": sinks_H, "cu_seqlens": batch.cu_seqlens}
     options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     o_BSHU, _ = ops.attention(q_BSHC, k_BSGC, v_BSGU, scale, batch.documents_BS, **options)
     out: Tensor = o_BSHU

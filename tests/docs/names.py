@@ -136,7 +136,7 @@ def check_overrides(lines: list[str]) -> list[tuple[str, Problem]]:
         groups = Groups(loader)
         for line in lines:
             typed, wrong = parse(line, OverridesParser.create())
-            for item in typed:
+            for item in (item for item in typed if not item.is_hydra):
                 if is_choice(item, groups):
                     wrong += check_groups([item], groups, multirun=True)[1]
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,38 @@ def fitting(
         for example in examples(implementation.operation, device, dtype)
         if implementation.missing(described, dtype, example.need, bitwise=False) is None
     ]
+
+
+def pairwise(chosen: Sequence[Example]) -> list[Example]:
+    """As few of the examples as hold each pair of abilities, each being there or not, that any of them holds.
+
+    All of them where there are one or two abilities.
+    """
+    abilities = sorted({f for example in chosen for f in example.need.features})
+    if len(abilities) < 3:
+        return list(chosen)
+
+    def pairs(example: Example) -> set[tuple[Any, ...]]:
+        has = [(f, f in example.need.features) for f in abilities]
+        return set(combinations(has, 2))
+
+    left = {pair for example in chosen for pair in pairs(example)}
+    found = []
+    while left:
+        best = max(chosen, key=lambda example: len(pairs(example) & left))
+        found.append(best)
+        left -= pairs(best)
+    return found
+
+
+@contextmanager
+def switched(implementation: Implementation) -> Iterator[None]:
+    """Torch's switch for deterministic algorithms is on, if the declaration counts on that."""
+    torch.use_deterministic_algorithms(implementation.by_switch)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run(function: Callable[..., Any], example: Example, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from src.code_identity import CHECKOUT
+from tests.launchers import mutate
 
 MUTATIONS = [
     ("hostlist.py", ".zfill(len(low))", "", "test_host_lists"),
@@ -34,34 +30,7 @@ MUTATIONS = [
     ("places.py", 'preset.partition(".")[0] != first.partition(".")[0]', "False", "test_partial_places"),
     ("places.py", "if missing:", "if False:", "test_partial_places"),
     ("places.py", "place.tasks == place.nodes and", "", "test_roles"),
-    ("places.py", 'if "SPUR_JOB_ID" in shell and', "if False and", "test_places_in_a_step_of_spur"),
-    ("beats.py", "seconds > limit and who not in ended", "seconds > limit", "test_silence_is_told"),
-    ("beats.py", "if attempts(self._run) != self._attempt:", "if False:", "test_node_ends_when_another"),
-    ("batch.py", 'config.launcher.name == "spur" and is_told', "is_told", "test_codes_of_spur"),
-    ("spur.py", "if number.isdecimal()}", "}", "test_looking_at_the_queue"),
-    ("spur.py", "line.state in COMES_BACK", "False", "test_looking_at_the_queue"),
-    ("spur.py", 'if "requeuehold" in', 'if "requeue" in', "test_requeue_of_old"),
-    ("spur.py", "or not number.isdecimal()", "", "test_submission_is_refused_with"),
-    ("spur_batch.py", 'was_running and state == "queued"', 'state == "queued"', "test_other_nodes_hold"),
-    ("spur_capabilities.py", 'record["stamp"] == stamp()', "True", "test_probe_is_kept"),
-    ("spur_flags.py", '"mem": (MEMORY', '"memory": (MEMORY', "test_memory_that_spur_does_not_read"),
-    ("spur_flags.py", "value and SECRET.search(name)", "False", "test_exports"),
-    (
-        "spur_flags.py",
-        "problems += _wrong_exports(config)",
-        "problems = _wrong_exports(config)",
-        "all_at_once",
-    ),
-    ("spur_script.py", 'f"srun -N', "f\"'srun' -N", "test_script_runs_once"),
-    ("spur_script.py", "run={shlex.quote(str(run))}", "run={run}", "test_odd_directories_reach_the_agent"),
-    (
-        "spur_script.py",
-        "_threads(name, shell.get(name))",
-        "_threads(name, None)",
-        "test_script_keeps_the_threads",
-    ),
 ]
-TESTS = ("tests/slurm/test_pure.py", "tests/spur/test_flags.py", "tests/spur/test_states.py")
 
 
 @pytest.mark.slow
@@ -69,30 +38,4 @@ TESTS = ("tests/slurm/test_pure.py", "tests/spur/test_flags.py", "tests/spur/tes
 @pytest.mark.parametrize("name", sorted({mutation[0] for mutation in MUTATIONS}))
 def test_mutations_are_noticed(name: str, tmp_path: Path) -> None:
     """Each mutation of one file makes its test fail."""
-    for part in (
-        "src",
-        "conf",
-        "hydra_plugins",
-        "tests/slurm",
-        "tests/launchers",
-        "tests/spur",
-        "tests/fakes",
-    ):
-        shutil.copytree(CHECKOUT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("train.py", "tests/__init__.py", "pyproject.toml"):
-        shutil.copy(CHECKOUT / file, tmp_path / file)
-    path = tmp_path / "src" / "launchers" / name
-    original = path.read_text()
-    for _, old, new, test in (mutation for mutation in MUTATIONS if mutation[0] == name):
-        assert old in original, old
-        path.write_text(original.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", *TESTS, "-k", test]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1, f"{old} -> {new}: {done.stdout[-2000:]}"
+    mutate.check(name, MUTATIONS, "tests/slurm/test_pure.py", tmp_path)

@@ -15,8 +15,8 @@ from src.config import Config, LauncherConfig
 from src.errors import UserError
 from src.launchers import batch, places, spur, spur_batch, spur_capabilities
 from src.launchers.beats import Beating, Listener, await_agents, sign
-from src.launchers.scheduler import Seen
-from src.launchers.spur import Spur, clock_seconds
+from src.launchers.scheduler import Seen, seconds_of
+from src.launchers.spur import Spur
 from src.launchers.spur_capabilities import of_version
 from src.status import Status
 from tests.slurm.conftest import wait_for
@@ -63,13 +63,13 @@ def test_looking_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_clocks_of_squeue(text: str, seconds: int | None) -> None:
     """SPUR-5: the limit that the job really has, its partition's too."""
-    assert clock_seconds(text) == seconds
+    assert seconds_of(text) == seconds
 
 
 def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPUR-5: limit less what is used; None where there is none."""
     squeue(monkeypatch, "1:00:00|0:30\n")
-    assert Spur().time_left("3") == 3570.0
+    assert Spur().time_left("3") == 3570
     squeue(monkeypatch, "UNLIMITED|0:30\n")
     assert Spur().time_left("3") is None
     assert Spur().time_left("") is None

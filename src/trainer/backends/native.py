@@ -31,7 +31,7 @@ from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.force import Force
 from src.trainer.parallel.init import initialise
-from src.trainer.parallel.inputs import model_batch, own_part, padded, plain_batch, to_device
+from src.trainer.parallel.inputs import in_any_number, model_batch, own_part, padded, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
 from src.trainer.parallel.pipeline.adapter import fold_gradients, reduce_gradients
 from src.trainer.parallel.pipeline.deferral import Deferral
@@ -283,7 +283,8 @@ class NativeBackend:
 
     def _place(self, micro_batch: MicroBatch) -> MicroBatch:
         """What this rank has of a micro-batch of its data coordinate, on the device."""
-        return own_part(to_device(micro_batch, self._runtime.device), self._ring)
+        placed = own_part(to_device(micro_batch, self._runtime.device), self._ring)
+        return placed if self.compiled == "none" else in_any_number(placed)
 
     def _hidden(self, moved: MicroBatch, received: Tensor | None, stage: Stage) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
