@@ -45,12 +45,16 @@ def duration(default: str | None) -> Any:
     return field(default=default, metadata={"duration": True})
 
 
+SCHEDULERS = ("slurm", "spur")
+"""Launchers that submit jobs."""
+
+
 @dataclass
 class LauncherConfig:
     """Where ranks run."""
 
-    name: str = choice("local", "slurm", "spur", "direct")
-    """`local` starts ranks here, `slurm` submits jobs, `direct` is the rank that the environment names."""
+    name: str = choice("local", *SCHEDULERS, "direct")
+    """`local` starts ranks here, `slurm` and `spur` submit jobs, `direct` is the rank of the environment."""
     slots: int | None = None
     """Ranks this machine takes side by side in a sweep; null is the number of GPUs, on CPU of cores."""
     parallel: str = "auto"
@@ -66,7 +70,7 @@ class LauncherConfig:
     share_device: bool = False
     """For tests of the engine: ranks beyond the GPUs share them, over gloo, which copies through the host."""
     partition: str | None = None
-    """Slurm's partition; null is the cluster's default, here and for the next four."""
+    """Partition of the cluster; null is its default, here and for the next four."""
     account: str | None = None
     """Account that the job is charged to."""
     qos: str | None = None
@@ -76,7 +80,7 @@ class LauncherConfig:
     exclude: str | None = None
     """Nodes that must not be used; `@FILE` reads them from a file that `scripts/doctor.py` wrote."""
     time: str | None = duration(None)
-    """Time limit of a job, rounded up to whole minutes; null is the partition's default."""
+    """Time limit of a job, on Slurm in whole minutes, rounded up; null is the partition's default."""
     nodes: int | None = None
     """Nodes of a job; null is as few as the mesh needs."""
     gpus_per_node: int | None = None
@@ -87,6 +91,8 @@ class LauncherConfig:
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
+    watchdog: str = duration("60s")
+    """On Spur: how long a node of a job may be silent before the others take it for dead and end."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
     node_rank_from: str = choice("NODE_RANK", "completion_index", "hostname")

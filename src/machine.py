@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.code_identity import toolkit
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.trainer.checkpoint.directory import parse_size
 
 HIDING = {
@@ -42,7 +42,7 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
 
     Of a job that is submitted it is all its nodes together, as far as the config describes them.
     """
-    if config.launcher.name == "slurm":
+    if config.launcher.name in SCHEDULERS:
         return _of_a_job(config)
     wanted = config.platform.name
     kinds = [kind for kind in _PRESENT if kind == wanted or (wanted == "auto" and _is_usable(kind))]

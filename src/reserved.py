@@ -14,9 +14,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
     },
-    "launcher": {
-        "spur": "jobs cannot be submitted to Spur yet",
-    },
     "data": {
         "hf": "datasets of the hub cannot be prepared yet",
         "tokens": "ready token files cannot be read yet",
@@ -51,7 +48,6 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
     named = [
         ("model.family", config.model.family, "model"),
         ("backend.name", config.backend.name, "backend"),
-        ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
         *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),

@@ -1,4 +1,4 @@
-"""Hydra's launchers for multiruns: every job in a process of its own, here or on Slurm."""
+"""Hydra's launchers for multiruns: every job in a process of its own, here, on Slurm or on Spur."""
 
 from __future__ import annotations
 
@@ -49,7 +49,15 @@ class SlurmLauncher(LocalLauncher):
     """The same sweep; its jobs' configs say `launcher=slurm`, so `run_sweep` submits them as arrays."""
 
 
-for _name, _class in (("manyhead_local", LocalLauncher), ("manyhead_slurm", SlurmLauncher)):
+class SpurLauncher(LocalLauncher):
+    """The same sweep; its jobs' configs say `launcher=spur`, so `run_sweep` submits them one by one."""
+
+
+for _name, _class in (
+    ("manyhead_local", LocalLauncher),
+    ("manyhead_slurm", SlurmLauncher),
+    ("manyhead_spur", SpurLauncher),
+):
     ConfigStore.instance().store(
         group="hydra/launcher",
         name=_name,

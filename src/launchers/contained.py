@@ -18,7 +18,7 @@ from pathlib import Path
 
 from src import runs
 from src.code_identity import CHECKOUT
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.errors import UserError
 from src.launchers.caches import cache_root
 from src.launchers.container import (
@@ -162,7 +162,7 @@ def here(config: Config, run: Path, node: int) -> Where:
     platform = find_machine(config).platform
     kfd = [Path("/dev/kfd"), *Path("/dev/dri").glob("render*")] if platform == "rocm" else []
     return Where(
-        job=job_of(run, os.environ.get("SLURM_JOB_ID") if config.launcher.name == "slurm" else None),
+        job=job_of(run, os.environ.get("SLURM_JOB_ID") if config.launcher.name in SCHEDULERS else None),
         node=str(node),
         attempt=str(runs.attempts(run)),
         code=str(CHECKOUT),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.launchers.container import ContainerPlan, Mount, container_plan, job_of, ordered, passed_names
 from src.launchers.ranks import WORKER, rank_command
 
@@ -86,7 +86,7 @@ def contain(plan: LaunchPlan, config: Config, shell: Mapping[str, str]) -> Launc
     if found.runtime == "pyxis":
         words = pyxis(found, passed)
     else:
-        job = "JOB" if config.launcher.name == "slurm" else job_of(run, None)
+        job = "JOB" if config.launcher.name in SCHEDULERS else job_of(run, None)
         where = Where(job=job, node="NODE", attempt="ATTEMPT", code="CODE", passed=passed)
         words = render(found, where, ["-m", "src.launchers.node", str(run)], shell).argv
     ranks = shlex.join(rank_command(run, WORKER, config.container.python))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from src import durations
@@ -69,7 +69,19 @@ class Flag:
 def sbatch_flags(
     config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str
 ) -> list[Flag]:
-    """The flags in a stable order; the last layer that names a flag decides, and it stands once.
+    """What Slurm's sbatch is asked for, see `asked`; raises UserError (2) where `launcher.extra` may not."""
+    flags = asked(config, overrides, where, platform, name)
+    if is_signalled(config):
+        grace = durations.seconds(config.launcher.grace)
+        flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
+    flags, problems = with_extra(flags, config.launcher.extra, overrides, OURS)
+    if problems:
+        raise UserError(problems)
+    return flags
+
+
+def asked(config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str) -> list[Flag]:
+    """The flags of the launcher's keys in a stable order.
 
     Args:
         config: the job's.
@@ -77,9 +89,6 @@ def sbatch_flags(
         where: nodes and ranks per node.
         platform: `cpu` asks for no GPU.
         name: of the job.
-
-    Raises:
-        UserError: `launcher.extra` sets what something else decides (2).
     """
     launcher = config.launcher
     flags = [
@@ -101,10 +110,7 @@ def sbatch_flags(
         value = getattr(launcher, key)
         if value is not None:
             flags += [Flag(key, value, _from(key, value, overrides))]
-    if is_signalled(config):
-        grace = durations.seconds(launcher.grace)
-        flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
-    return _with_extra(flags, launcher.extra, overrides)
+    return flags
 
 
 def is_signalled(config: Config) -> bool:
@@ -116,15 +122,22 @@ def is_signalled(config: Config) -> bool:
     return config.container.name != "podman"
 
 
-def _with_extra(flags: list[Flag], extra: dict[str, str], overrides: Sequence[str]) -> list[Flag]:
+def with_extra(
+    flags: Sequence[Flag], extra: Mapping[str, str], overrides: Sequence[str], ours: Mapping[str, str]
+) -> tuple[list[Flag], list[Problem]]:
+    """The flags and those of `launcher.extra`: the last layer decides, and a flag stands once.
+
+    Also a problem for each flag that only we may set; `ours` says what decides it.
+    """
     merged = {flag.name: flag for flag in flags}
+    problems = []
     for key, value in extra.items():
         name = long_name(key)
-        if name in OURS:
-            message = f"--{name}={value} is decided elsewhere: {OURS[name]}"
-            raise UserError([Problem(f"launcher.extra.{key}", message, "leave it out of extra", "FLAG")])
+        if name in ours:
+            message = f"--{name}={value} is decided elsewhere: {ours[name]}"
+            problems.append(Problem(f"launcher.extra.{key}", message, "leave it out of extra", "FLAG"))
         merged[name] = Flag(name, value, _from(f"extra.{key}", value, overrides))
-    return list(merged.values())
+    return list(merged.values()), problems
 
 
 def long_name(key: str) -> str:

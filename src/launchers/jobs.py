@@ -68,8 +68,6 @@ class Job:
     seat: Seat | None = None
     """What else it has of this machine while it runs here."""
     process: subprocess.Popen[bytes] | None = None
-    remote: str | None = None
-    """The scheduler's id of a job that was submitted."""
     folder: Path | None = None
     progress: Progress | None = None
     started: float = 0.0

@@ -14,17 +14,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from src.compose import load_config
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.durations import seconds
 from src.errors import UserError
-from src.launchers import hostlist, scheduler
+from src.launchers import hostlist
+from src.launchers.beats import Beating
 from src.launchers.caches import cache_root, seated
 from src.launchers.checks import check_before_ranks
 from src.launchers.console import Console
@@ -34,6 +36,7 @@ from src.launchers.environment import Environment, Setting, cores, rank_environm
 from src.launchers.flags import is_signalled
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
+from src.launchers.schedulers import scheduler_of
 from src.launchers.spread import Spread, spread
 from src.launchers.watch import Ended, Signals, Watcher
 from src.machine import find_machine
@@ -133,9 +136,38 @@ def settle_node(run: Path, place: Place, signals: Signals, inside: Inside | None
 def run_ranks(
     run: Path, config: Config, place: Place, signals: Signals, inside: Inside | None = None
 ) -> Ended:
+    """Start this node's ranks and watch them to their end; raises UserError (5) if the job is lost."""
+    with watching(run, config, place.node, inside) as lost:
+        ended = watch_ranks(run, config, place, signals, inside, lost)
+    reason = lost()
+    if reason is not None:
+        raise UserError(reason, code=5)
+    return ended
+
+
+@contextmanager
+def watching(
+    run: Path, config: Config, node: int, inside: Inside | None
+) -> Iterator[Callable[[], str | None]]:
+    """Watch the job's other nodes where the scheduler does not (SPUR-5): why this one must end, or None."""
+    if config.launcher.name != "spur" or inside is not None:
+        yield lambda: None
+        return
+    with Beating(run, str(node), seconds(config.launcher.watchdog)) as beating:
+        yield beating.lost
+
+
+def watch_ranks(
+    run: Path,
+    config: Config,
+    place: Place,
+    signals: Signals,
+    inside: Inside | None,
+    lost: Callable[[], str | None],
+) -> Ended:
     """Start this node's ranks, in a container if the config wants one, and watch them to their end."""
     share = Spread(place.nodes, config.mesh.world // place.nodes)
-    if config.launcher.name == "slurm":
+    if config.launcher.name in SCHEDULERS:
         share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
@@ -146,7 +178,7 @@ def run_ranks(
         stop_before_limit(run, config, place)
         place_of_node = (place.node, place.nodes, place.first_host, place.job)
         told = Inside(allotted(), cache_base(config), worker, 1, 0, *place_of_node)
-        watcher = Watcher(run, config, Console(), signals, slack=SLACK)
+        watcher = Watcher(run, config, Console(), signals, slack=SLACK, lost=lost)
         return watcher.watch(lambda: Contained(run, config, told, place.node * share.ranks))
     attempt = attempts(run)
     meeting = None if place.nodes == 1 else meet(place, config, attempt)
@@ -155,7 +187,7 @@ def run_ranks(
         write_json(run / "env.json", environment.json())
     variables = environment.of_ranks(attempt)
     chosen = worker if inside is None else inside.worker
-    watcher = Watcher(run, config, Console(), signals)
+    watcher = Watcher(run, config, Console(), signals, lost=lost)
     with applied(variables):
         return watcher.watch(lambda: start(run, share.ranks, chosen, meeting))
 
@@ -164,7 +196,7 @@ def stop_before_limit(run: Path, config: Config, place: Place) -> None:
     """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2)."""
     if config.launcher.name != "slurm" or is_signalled(config) or place.node:
         return
-    left = scheduler.time_left(str(place.job))
+    left = scheduler_of(config).time_left(str(place.job))
     if left is not None:
         stop = run / "control" / "stop"
         wait = max(0, left - seconds(config.launcher.grace))

@@ -15,6 +15,15 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets, all of them."""
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 """Variables of a step of srun."""
+SPUR = (
+    "SPUR_STEP_NUM_TASKS",
+    "SPUR_NNODES",
+    "SPUR_PROCID",
+    "SPUR_LOCALID",
+    "SPUR_JOB_ID",
+    "SPUR_JOB_NODELIST",
+)
+"""Variables of a step of Spur's srun."""
 POD = ("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "GPUS_PER_NODE")
 """Variables of a pod; the number of the node may also come from elsewhere (`ORDINALS`)."""
 PORTS = range(1024, 65536)
@@ -26,7 +35,7 @@ class Place:
     """One of several processes that were started together."""
 
     source: str
-    """`torchrun`, `srun` or `a pod`."""
+    """`torchrun`, `srun`, `srun of Spur` or `a pod`."""
     rank: int
     tasks: int
     """Processes in all."""
@@ -66,6 +75,10 @@ def recognise(
     Raises:
         UserError: a row matches in part, or contradicts itself (2).
     """
+    if "SPUR_JOB_ID" in shell and "TORCHELASTIC_RUN_ID" not in shell:
+        # Spur itself sets RANK, WORLD_SIZE and MASTER_*, as if each node were one rank.
+        is_step = "SPUR_STEP_ID" in shell and shell.get("SPUR_STEP_NUM_TASKS", "1") != "1"
+        return _of_spur(shell) if is_step else None
     if all(name in shell for name in TORCHRUN):
         return _of_torchrun(shell)
     if "SLURM_STEP_ID" in shell and shell.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -112,6 +125,22 @@ def _of_srun(shell: Mapping[str, str]) -> Place:
         nodes=nodes,
         address=preset,
         port=int(shell.get("MASTER_PORT", 12000 + numbers % 20000)),
+    )
+
+
+def _of_spur(shell: Mapping[str, str]) -> Place:
+    _need(shell, SPUR, "srun of Spur")
+    tasks, nodes = int(shell["SPUR_STEP_NUM_TASKS"]), int(shell["SPUR_NNODES"])
+    numbers = int(shell["SPUR_JOB_ID"]) + 7 * int(shell["SPUR_STEP_ID"])
+    return Place(
+        source="srun of Spur",
+        rank=int(shell["SPUR_PROCID"]),
+        tasks=tasks,
+        local_rank=int(shell["SPUR_LOCALID"]),
+        local_tasks=max(1, tasks // nodes),
+        nodes=nodes,
+        address=hostlist.first(shell["SPUR_JOB_NODELIST"]),
+        port=12000 + numbers % 20000,
     )
 
 
@@ -171,10 +200,10 @@ def role(place: Place, config: Config) -> str:
         return _role_of_pod(place, config)
     if place.tasks == world:
         return "rank"
-    if place.source == "srun" and place.tasks == place.nodes and world % place.tasks == 0:
+    if place.source != "torchrun" and place.tasks == place.nodes and world % place.tasks == 0:
         return "node"
     message = f"{place.source} started {place.tasks} processes, mesh={config.mesh.spec} has {world} ranks"
-    fix = f"start {world} processes" + (", or one a node" if place.source == "srun" else "")
+    fix = f"start {world} processes" + (", or one a node" if place.source != "torchrun" else "")
     raise _refused("mesh", message, fix)
 
 

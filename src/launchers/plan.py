@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
 from src.launchers.container import ContainerPlan
@@ -22,6 +22,8 @@ from src.launchers.memory import Estimate, RankMemory, layers_of, precision_name
 from src.launchers.network import Network
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
+from src.launchers.spur_capabilities import Capabilities, known
+from src.launchers.spur_flags import spur_flags
 from src.machine import Machine, find_machine
 from src.models import twin
 from src.models.counts import count
@@ -96,6 +98,8 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
+    capabilities: str | None = None
+    """Which scheduler the flags are for, and where that is known from; null where it does not matter."""
     jobs: int = 1
     """Jobs of a sweep that share the machine with this one, itself included."""
     container: ContainerPlan | None = None
@@ -135,6 +139,7 @@ class LaunchPlan:
         lines += [
             ("flags" if k == 0 else "", f"{flag}  ({flag.origin})") for k, flag in enumerate(self.flags)
         ]
+        lines += [("scheduler", self.capabilities)] if self.capabilities else []
         return "\n".join(f"{name:<10} {line}" for name, line in lines)
 
     def _rank_lines(self) -> list[str]:
@@ -153,6 +158,7 @@ def make_plan(
     overrides: Sequence[str],
     machine: Machine | None = None,
     corpora: Corpora | None = None,
+    capabilities: Capabilities | None = None,
 ) -> LaunchPlan:
     """The plan of a resolved and valid config; touches nothing and starts nothing.
 
@@ -161,6 +167,7 @@ def make_plan(
         overrides: the command line's, for the record.
         machine: what ranks may take; found here if not given.
         corpora: what other plans of the same command saw of their data; looked at here if not given.
+        capabilities: of Spur; read from what an earlier submission kept if not given. Nobody else needs any.
 
     Raises:
         UserError: the corpus cannot be read (4), or the environment contradicts the config (2).
@@ -171,6 +178,8 @@ def make_plan(
     ranks = _rank_plans(config, machine.platform)
     counts = count(config.model)
     share = spread(config, machine.platform)
+    if config.launcher.name == "spur":
+        capabilities = capabilities or known()
     plan = LaunchPlan(
         run_directory=run,
         config_digest=config_digest(config),
@@ -196,7 +205,8 @@ def make_plan(
         command=shlex.join(rank_command(Path(run), WORKER)),
         notices=rules.notices(config),
         stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
-        flags=_flags(config, overrides, share, machine.platform),
+        flags=_flags(config, overrides, share, machine.platform, capabilities),
+        capabilities=None if capabilities is None else str(capabilities),
     )
     return contain(plan, config, os.environ)
 
@@ -213,12 +223,17 @@ def check_memory(plan: LaunchPlan) -> None:
     raise UserError([Problem("memory", f"{plan.memory.arithmetic}: it does not fit", fix, "PROJ-2")], code=3)
 
 
-def _flags(config: Config, overrides: Sequence[str], share: Spread, platform: str) -> list[Flag]:
+def _flags(
+    config: Config, overrides: Sequence[str], share: Spread, platform: str, spur: Capabilities | None
+) -> list[Flag]:
     """Of sbatch; jobs of a sweep that ask for the same are submitted together, so its name is the sweep's."""
-    if config.launcher.name != "slurm":
-        return []
     name = config.sweep.name or run_name(config).replace("/", "-")
-    return sbatch_flags(config, overrides, share, platform, name)
+    if config.launcher.name == "spur":
+        assert spur is not None
+        return spur_flags(config, overrides, share, platform, name, spur)
+    if config.launcher.name == "slurm":
+        return sbatch_flags(config, overrides, share, platform, name)
+    return []
 
 
 def _rank_plans(config: Config, platform: str) -> list[RankPlan]:
@@ -294,8 +309,9 @@ def _environment(config: Config, machine: Machine) -> dict[str, str]:
     cache = Path(config.paths.cache or "unprobed")
     ranks, launcher = spread(config, machine.platform).ranks, config.launcher
     # On a scheduler's node are the cores that the job asks for, not those of this machine.
-    given = (launcher.cpus_per_task or ranks) if launcher.name == "slurm" else cores()
-    network = None if launcher.name == "slurm" else Network()
+    is_remote = launcher.name in SCHEDULERS
+    given = (launcher.cpus_per_task or ranks) if is_remote else cores()
+    network = None if is_remote else Network()
     setting = Setting(config, machine.platform, ranks, cores=given, cache=cache, network=network)
     listed = rank_environment(setting, os.environ).public()
     return {name: value for name, value in sorted(listed.items()) if not value.startswith("unprobed/")}

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from src import runs
 from src.code_identity import CodeRecord, code_record
 from src.compose import compose_jobs
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.errors import Problem, UserError
 from src.launchers.bar import Display
 from src.launchers.console import Console, clock, show_result
@@ -88,10 +88,10 @@ def run_batch(
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
     jobs = make_jobs(configs, overrides, typed_overrides(master), first)
-    if configs[0].launcher.name == "slurm":
-        from src.launchers.slurm_sweep import run_slurm_sweep
+    if configs[0].launcher.name in SCHEDULERS:
+        from src.launchers.remote_sweep import run_remote_sweep
 
-        return Batch(jobs, run_slurm_sweep(jobs, worker))
+        return Batch(jobs, run_remote_sweep(jobs, worker))
     return Batch(jobs, run_local_sweep(jobs, worker))
 
 

@@ -130,10 +130,22 @@ class Watcher:
         signals: Signals,
         screen: Screen | None = None,
         slack: float = 0.0,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`slack`: seconds on top for ranks behind an agent that watches them by the same rules."""
+        """Watch the ranks of `run`, once they are started.
+
+        Args:
+            run: the run's directory.
+            config: the run's.
+            console: says what is done to the ranks.
+            signals: stop requests.
+            screen: shows steps, where somebody looks.
+            slack: seconds on top for ranks behind an agent that watches them by the same rules.
+            lost: says why the ranks must end at once, None while they may go on.
+        """
         self._run, self._config, self._slack = run, config, slack
         self._console, self._signals, self._screen = console, signals, screen
+        self._lost = lost
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False
@@ -173,6 +185,9 @@ class Watcher:
             )
 
     def _look_for_errors(self, ranks: Ranks) -> None:
+        reason = self._lost()
+        if reason is not None:
+            self._kill(ranks, reason)
         if not has_failed(self._run / "control"):
             return
         now = time.monotonic()

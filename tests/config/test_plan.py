@@ -103,7 +103,17 @@ def test_weights_in_fp8_are_whole_on_each_rank(base: Config, fp8: str) -> None:
     """PROJ-1, FP8-5: both forms of a projection, 2 bytes a number, and of an expert's rank's own experts."""
     plain = on(base, "dp2ep2")
     with_fp8 = replace(plain, precision=replace(plain.precision, fp8=fp8))
-    names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj", "shared_experts", "mlp.gate_proj", "mlp.up_proj")
+    names = (
+        "q_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj",
+        "kv_b_proj",
+        "o_proj",
+        "shared_experts",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
     sizes = {name: prod(shape) for name, shape in parameters(plain.model).items()}
     dense = sum(
         size

@@ -15,22 +15,26 @@ Mutation = tuple[str, str, str, str]
 """File in `src/launchers`, what stands there, what is put instead, the test that notices."""
 
 
-def check(name: str, mutations: Sequence[Mutation], tests: str, folder: Path) -> None:
+TESTS = ("slurm", "launchers", "spur", "fakes")
+"""Folders of tests that these tests need."""
+
+
+def check(name: str, mutations: Sequence[Mutation], tests: str, copy: Path) -> None:
     """Each mutation of one file makes its test, one of those in the file or folder `tests`, fail."""
-    for part in ("src", "conf", "hydra_plugins", "tests/slurm", "tests/launchers"):
-        shutil.copytree(CHECKOUT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("src", "conf", "hydra_plugins", *(f"tests/{folder}" for folder in TESTS)):
+        shutil.copytree(CHECKOUT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("train.py", "tests/__init__.py", "pyproject.toml"):
-        shutil.copy(CHECKOUT / file, folder / file)
-    path = folder / "src" / "launchers" / name
+        shutil.copy(CHECKOUT / file, copy / file)
+    path = copy / "src" / "launchers" / name
     original = path.read_text()
     for _, old, new, test in (mutation for mutation in mutations if mutation[0] == name):
         assert old in original, old
         path.write_text(original.replace(old, new))
         command = [sys.executable, "-m", "pytest", "-q", "-x", tests, "-k", f"({test}) and not mutations"]
-        paths = os.pathsep.join([str(folder), *sys.path])
+        paths = os.pathsep.join([str(copy), *sys.path])
         done = subprocess.run(
             [*command, "-m", "not slow and not soak and not gpu", "-p", "no:cacheprovider"],
-            cwd=folder,
+            cwd=copy,
             env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,

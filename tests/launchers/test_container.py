@@ -21,6 +21,7 @@ from src.launchers.container import Mount, container_plan, ordered, passed_names
 from src.launchers.container_command import Where, contain, pyxis, render
 from src.launchers.flags import Flag
 from src.launchers.plan import LaunchPlan, make_plan
+from src.launchers.slurm import Slurm
 from src.validate import validate
 
 RUN, CODE = Path("/r/one"), "/code"
@@ -235,14 +236,13 @@ def test_no_container_is_valid() -> None:
 def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CONT-1, PLAN-7: pyxis adds flags and an agent to the line of srun; other runtimes change nothing."""
     pytest.importorskip("submitit", reason="submitit is not installed")
-    from src.launchers.slurm import script_of
-    from src.launchers.slurm_sweep import groups
+    from src.launchers.remote_sweep import groups
 
     def planned(name: str, image: str) -> tuple[str, LaunchPlan]:
         config = boxed(name, image, "slurm", python="/opt/python")
         config = replace(config, run_name="one", paths=replace(config.paths, runs=str(tmp_path)))
         plan = make_plan(config, [])
-        return script_of(config, [plan]), plan
+        return Slurm().script(config, [plan]), plan
 
     bare, _ = planned("none", "i")
     assert planned("apptainer", "i")[0] == bare
@@ -258,7 +258,7 @@ def test_podman_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """AGENT-2: a signal to every process of a step ends podman's monitor, so the agent asks for the stop."""
     flags = {name: [flag.name for flag in _flags(boxed(name, "i", "slurm"))] for name in ("podman", "docker")}
     assert ("signal" in flags["podman"], "signal" in flags["docker"]) == (False, True)
-    monkeypatch.setattr(scheduler, "time_left", lambda number: 61)
+    monkeypatch.setattr(Slurm, "time_left", lambda self, number: 61)
     (tmp_path / "control").mkdir()
     stop = tmp_path / "control" / "stop"
     for name, number in (("docker", 0), ("podman", 1)):
