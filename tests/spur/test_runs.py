@@ -36,7 +36,13 @@ class Place:
     started: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(
-        self, name: str, *words: str, version: str = "0.8.0", module: str = "", **environment: str
+        self,
+        name: str,
+        *words: str,
+        launcher: str = "spur",
+        version: str = "0.8.0",
+        module: str = "",
+        **environment: str,
     ) -> None:
         """Start `train.py`, or a module with ranks that train nothing; its output goes to `<name>.log`."""
         command = ["-m", module] if module else [str(CHECKOUT / "train.py")]
@@ -53,7 +59,7 @@ class Place:
         }
         with (self.folder / f"{name}.log").open("w") as log:
             self.started[name] = subprocess.Popen(
-                [sys.executable, *command, "launcher=spur", f"paths.runs={self.folder}/runs", *words],
+                [sys.executable, *command, f"launcher={launcher}", f"paths.runs={self.folder}/runs", *words],
                 cwd=CHECKOUT,
                 env={**os.environ, **known, **environment},
                 stdout=log,
@@ -157,8 +163,9 @@ def interfere(place: Place) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """All commands of this module, started together."""
     made = Place(tmp_path_factory.mktemp("spur"))
-    real = [word for word in TINY if not word.startswith("max_steps")]
-    made.start("trained", *real, "run_name=trained", "mesh=pp2ep2", "launcher.nodes=2", "max_steps=5")
+    real = [*(word for word in TINY if not word.startswith("max_steps")), "max_steps=5"]
+    made.start("alone", *real, "run_name=alone", launcher="local")
+    made.start("trained", *real, "run_name=trained", "mesh=pp2ep2", "launcher.nodes=2")
     made.fake(
         "failing", "mesh=pp2ep2", "launcher.nodes=2", "max_steps=9", version="0.7.0", FAKE_FAIL="3:exit42@2"
     )
@@ -185,18 +192,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
                 os.kill(number, signal.SIGKILL)
 
 
-def test_two_nodes_have_the_losses_of_one_process(place: Place, tmp_path: Path) -> None:
+def test_two_nodes_have_the_losses_of_one_process(place: Place) -> None:
     """FAKE-2, DIRECT-4: 2 nodes x 2 ranks on pp2ep2."""
-    words = [*TINY, "max_steps=5", f"paths.runs={tmp_path}", "run_name=alone"]
-    alone = subprocess.run(
-        [sys.executable, str(CHECKOUT / "train.py"), *words], capture_output=True, text=True
-    )
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    code, text = place.end("trained")
-    assert code == 0, text
-    expected, found = (
-        read_steps(run / "metrics.jsonl") for run in (tmp_path / "alone", place.run("trained"))
-    )
+    for name in ("alone", "trained"):
+        code, text = place.end(name)
+        assert code == 0, text
+    expected, found = (read_steps(place.run(name) / "metrics.jsonl") for name in ("alone", "trained"))
     assert [step["step"] for step in found] == [1, 2, 3, 4, 5]
     assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
 
