@@ -13,11 +13,12 @@ import pytest
 from src.compose import compose
 from src.config import Config, LauncherConfig
 from src.errors import UserError
-from src.launchers import batch, places, spur, spur_batch, spur_capabilities
+from src.launchers import batch, node, places, spur, spur_batch, spur_capabilities
 from src.launchers.beats import Beating, Listener, await_agents, sign
 from src.launchers.scheduler import Seen, seconds_of
 from src.launchers.spur import Spur
 from src.launchers.spur_capabilities import of_version
+from src.launchers.watch import Signals
 from src.status import Status
 from tests.slurm.conftest import wait_for
 
@@ -132,6 +133,22 @@ def test_node_ends_when_another_is_silent(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "attempts" / "0001" / "config.yaml").touch()
         wait_for(lambda: other.lost() is not None, 2)
     assert other.lost() == "another attempt at this run has begun"
+
+
+def test_record_of_an_agent_stays_in_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPUR-5, AGENT-4: an agent whose run was taken over leaves no failure in the new attempt."""
+    (tmp_path / "control").mkdir()
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr(node, "load_config", lambda path: SPUR)
+
+    def lost(*words: object) -> None:
+        (tmp_path / "attempts" / "0001").mkdir(parents=True)
+        (tmp_path / "attempts" / "0001" / "config.yaml").touch()
+        raise UserError("another attempt at this run has begun", code=5)
+
+    monkeypatch.setattr(node, "run_ranks", lost)
+    assert node.settle_node(tmp_path, node.Place(0, 1, "localhost"), Signals()) == 5
+    assert list((tmp_path / "control").iterdir()) == []
 
 
 def test_other_nodes_hold_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
