@@ -85,6 +85,8 @@ class LauncherConfig:
     """Nodes of a job; null is as few as the mesh needs."""
     gpus_per_node: int | None = None
     """GPUs of a node; null runs the job on CPUs, unless `platform` says otherwise."""
+    gpu_memory: str | None = None
+    """Memory of a GPU, such as `140GiB`; null asks the driver where ranks start, nobody for a job's nodes."""
     cpus_per_task: int | None = None
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)

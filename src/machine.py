@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.code_identity import toolkit
 from src.config import SCHEDULERS, Config
+from src.trainer.checkpoint.directory import parse_size
 
 HIDING = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 }
 """Platform → variables by which a user hides GPUs, the innermost first; what is hidden stays so (ENV-2)."""
+
+
+WAIT_SECONDS = 10
+"""How long the driver may take to answer; a hung one leaves the memory unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def find_machine(config: Config, root: Path = Path("/"), shell: Mapping[str, str
     platform = next((kind for kind in kinds if found[kind] or kind == wanted), "cpu")
     if platform == "cpu":
         return Machine("cpu", 1, *_memory(root))
-    return Machine(platform, found[platform], None, "unprobed: the driver was not asked")
+    return Machine(platform, found[platform], *_told(config, "the driver was not asked"))
 
 
 def pinned(config: Config) -> Config:
@@ -55,13 +61,34 @@ def pinned(config: Config) -> Config:
 def _of_a_job(config: Config) -> Machine:
     """Nobody asks the nodes: without `launcher.gpus_per_node` they are CPUs, unless `platform` says GPU."""
     wanted, gpus = config.platform.name, config.launcher.gpus_per_node
-    source = "unprobed: the job's nodes were not asked"
+    nobody = "the job's nodes were not asked"
     if wanted == "cpu" or (wanted == "auto" and gpus is None):
-        return Machine("cpu", 1, None, source)
+        return Machine("cpu", 1, None, f"unprobed: {nobody}")
     nodes = config.launcher.nodes or (
         1 if config.mesh.spec == "auto" else -(-config.mesh.world // (gpus or 1))
     )
-    return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, None, source)
+    return Machine("cuda" if wanted == "auto" else wanted, (gpus or 0) * nodes, *_told(config, nobody))
+
+
+def _told(config: Config, nobody: str) -> tuple[int | None, str]:
+    """Bytes of a GPU as the config says, or why they are not known."""
+    told = config.launcher.gpu_memory
+    if told is None:
+        return None, f"unprobed: {nobody}"
+    return parse_size(told), "launcher.gpu_memory"
+
+
+def ask_driver(machine: Machine) -> Machine:
+    """The machine with the memory of its smallest GPU, if nobody told it; a child asks, so launches only."""
+    if machine.platform != "cuda" or machine.memory is not None:
+        return machine
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return machine
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return replace(machine, memory=min(sizes) * 2**20, source="nvidia-smi") if sizes else machine
 
 
 def _is_usable(platform: str) -> bool:

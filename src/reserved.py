@@ -25,8 +25,6 @@ RESERVED: dict[str, dict[str, str]] = {
 }
 """Group → reserved option → why it is refused."""
 
-_FP8 = dict.fromkeys(("dense", "dense_experts"), "no product runs in fp8 yet")
-
 
 def refusal(group: str, option: str, existing: list[str]) -> Problem | None:
     """Why a reserved option cannot be chosen; None if the name is not reserved."""
@@ -54,5 +52,4 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
         *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),
     ]
-    fp8 = ("precision.fp8", config.precision.fp8, _FP8)
-    return [fp8, *((key, value, RESERVED[group]) for key, value, group in named)]
+    return [(key, value, RESERVED[group]) for key, value, group in named]

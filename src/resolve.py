@@ -39,6 +39,8 @@ def _resolve_paths(config: Config) -> None:
     for part, name in ((config.paths, "cache"), (config.logger, "copy_to"), (config, "init_from")):
         value = getattr(part, name)
         setattr(part, name, None if value is None else _absolute(value))
+    if config.kernels.gemm_tuning != "none":
+        config.kernels.gemm_tuning = _absolute(config.kernels.gemm_tuning)
     config.launcher.exclude = _nodes(config.launcher.exclude)
     image = config.container.image
     if image is not None and image.startswith((".", "~")):

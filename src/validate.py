@@ -22,6 +22,7 @@ from src.trainer.data import keys
 from src.trainer.parallel import rules
 from src.validate_backend import backend_problems, force_problems
 from src.validate_container import container_problems
+from src.validate_fp8 import fp8_problems
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_BETA = 0.99
@@ -316,6 +317,8 @@ def _sizes_of_bytes(config: Config) -> Iterator[Problem]:
         "memlock": memlock,
     }
     named = {f"platform.thresholds.{name}": text for name, text in sizes.items()}
+    if config.launcher.gpu_memory is not None:
+        named["launcher.gpu_memory"] = config.launcher.gpu_memory
     for key, text in {"checkpoint.verify": config.checkpoint.verify, **named}.items():
         try:
             size_in_bytes(text)
@@ -377,6 +380,6 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 _PARTS = (
     *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline, _network),
-    *(_model, backend_problems, force_problems, container_problems),
+    *(_model, backend_problems, force_problems, container_problems, fp8_problems),
     *(_precision, _sizes_of_bytes, _resume, _logger, _profile),
 )

@@ -44,8 +44,8 @@ class Need:
     """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths), `gqa`
     (fewer heads of keys and values than of queries), `window` (keys too far back are not seen), `sinks` (one
     more logit in the denominator of a softmax), `clamped` (a gated activation within bounds),
-    `biased_experts` (experts with biases), `context_parallel` (keys come in blocks, forward and backward,
-    with the log-sum-exp over all blocks)."""
+    `biased_experts` (experts with biases), `fp8_experts` (experts whose products run in fp8),
+    `context_parallel` (keys come in blocks, forward and backward, with the log-sum-exp over all blocks)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 

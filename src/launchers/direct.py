@@ -27,12 +27,12 @@ from src.launchers.batch import settle_nodes
 from src.launchers.caches import cache_root
 from src.launchers.direct_store import await_records, key, open_store, publish, send_records
 from src.launchers.environment import Environment, Setting, cores, rank_environment
-from src.launchers.launch import Launch, check_log_copy, finish, log_files, papers, prepare_for
+from src.launchers.launch import Launch, check_log_copy, check_tuning, finish, log_files, papers, prepare_for
 from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.launchers.settle import settle
 from src.launchers.watch import LOOK, Ended, Screen
-from src.machine import find_machine
+from src.machine import ask_driver, find_machine
 from src.records import write_atomic
 from src.status import Status
 
@@ -93,12 +93,14 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
         raise UserError([Problem("container", message, fix, "CONT-1")])
     kind = role(place, config)
     launch = Launch(config, overrides)
-    plan = make_plan(config, overrides)
+    machine = find_machine(config)
+    plan = make_plan(config, overrides, machine if config.dry_run else ask_driver(machine))
     if config.dry_run:
         print(dry_run_text(plan))
         return 0
     check_memory(plan)
     check_log_copy(config)
+    check_tuning(config)
     code = code_record()
     claim = runs.claim(config, code, plan.data_key)
     for note in claim.notes:

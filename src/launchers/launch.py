@@ -35,7 +35,7 @@ from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
-from src.machine import find_machine, pinned
+from src.machine import ask_driver, find_machine, pinned
 from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
@@ -107,12 +107,13 @@ def find_and_run(launch: Launch) -> int:
     for warning in unknown_names(os.environ):
         console.error(warning)
     with console.phase("plan") as words:
-        plan = make_plan(launch.config, launch.overrides)
+        plan = make_plan(launch.config, launch.overrides, ask_driver(find_machine(launch.config)))
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
         check_container(launch.config)
         check_kernels(launch.config, plan.platform)
+        check_tuning(launch.config)
     for notice in plan.notices:
         console.line(f"notice     {notice}")
     with console.phase("run") as words:
@@ -263,6 +264,14 @@ def check_kernels(config: Config, platform: str) -> None:
     from src.trainer.backends.registry import backend_class
 
     backend_class(config.backend.name).choose_ops(config, torch.device("cpu"))
+
+
+def check_tuning(config: Config) -> None:
+    """Raise `UserError` (3) before any work if the file of tuned products is missing (TUNE-2)."""
+    path = config.kernels.gemm_tuning
+    if path != "none" and not Path(path).is_file():
+        fix = "measure with scripts/tune_gemm.py, or kernels.gemm_tuning=none"
+        raise UserError([Problem("kernels.gemm_tuning", f"{path} does not exist", fix, "TUNE-2")], code=3)
 
 
 def log_files(launch: Launch, run: Path) -> None:

@@ -18,7 +18,7 @@ from src.launchers.container import ContainerPlan
 from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
-from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.memory import Estimate, RankMemory, layers_of, precision_name
 from src.launchers.network import Network
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
@@ -175,7 +175,7 @@ def make_plan(
     machine = machine or find_machine(config)
     key = data_key(config, corpora)
     run = str(Path(config.paths.runs) / run_name(config))
-    ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
+    ranks = _rank_plans(config, machine.platform)
     counts = count(config.model)
     share = spread(config, machine.platform)
     if config.launcher.name == "spur":
@@ -199,7 +199,7 @@ def make_plan(
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
-        memory=_memory([rank.memory for rank in ranks], machine),
+        memory=memory_of([rank.memory for rank in ranks], machine),
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
@@ -236,10 +236,15 @@ def _flags(
     return []
 
 
-def _rank_plan(config: Config, rank: int, machine: Machine) -> RankPlan:
-    place = layout.coordinates(config.mesh, rank)
-    axes = {axis: getattr(place, axis) for axis in layout.AXES}
-    return RankPlan(rank, axes, layers_of(config, place.pp), rank_memory(config, rank, machine.platform))
+def _rank_plans(config: Config, platform: str) -> list[RankPlan]:
+    estimate = Estimate(config, platform)
+    layers = [layers_of(config, pp) for pp in range(config.mesh.pp)]
+    found = []
+    for rank in range(config.mesh.world):
+        place = layout.coordinates(config.mesh, rank)
+        axes = {axis: getattr(place, axis) for axis in layout.AXES}
+        found.append(RankPlan(rank, axes, layers[place.pp], estimate.of(rank)))
+    return found
 
 
 def _batch(config: Config) -> dict[str, int]:
@@ -275,7 +280,7 @@ def _runs(numbers: list[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
-def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
+def memory_of(ranks: list[RankMemory], machine: Machine) -> Memory:
     """All ranks share a CPU's memory; a GPU belongs to one rank."""
     shared = machine.platform == "cpu"
     largest = max(ranks, key=lambda rank: rank.total)
@@ -296,7 +301,8 @@ def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
 
 def _sum_text(ranks: list[RankMemory]) -> str:
     parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
-    return " + ".join(f"{part} {bytes_text(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
+    terms = (f"{part} {bytes_text(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
+    return f"{' + '.join(terms)} - pending gradients {bytes_text(sum(rank.pending for rank in ranks))}"
 
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:

@@ -20,6 +20,7 @@ from src.launchers.follow import Follower, is_over
 from src.launchers.launch import (
     Launch,
     check_log_copy,
+    check_tuning,
     finish,
     guarded,
     log_files,
@@ -62,6 +63,7 @@ def find_and_follow(launch: Launch) -> int:
         plan = make_plan(launch.config, launch.overrides)
         check_memory(plan)
         check_log_copy(launch.config)
+        check_tuning(launch.config)
     with console.phase("run") as words:
         code = code_record()
         found = runs.find(launch.config, code, plan.data_key)

@@ -245,13 +245,12 @@ def test_reserved_names_are_refused_with_a_reason() -> None:
 
 def test_reserved_names_are_refused_as_values(base: Config) -> None:
     """CFG-2: the same names set by key instead of by group."""
-    base.backend.name, base.precision.fp8 = "megatron", "dense"
+    base.backend.name = "megatron"
     base.logger.kinds, base.optimizer.kind = ["mlflow", "wandb"], "muon"
     found = {problem.key: problem.message for problem in reserved.check(base)}
     assert set(found) == {
         *(
             "backend.name",
-            "precision.fp8",
             "logger.kinds",
             "optimizer.kind",
         )

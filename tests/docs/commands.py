@@ -201,7 +201,7 @@ def _script(path: Path, words: list[str]) -> list[str]:
     parsed, wrong = parse(lambda: run_to_parser(path, words))
     overrides = [*getattr(parsed, "overrides", [])] if parsed is not None else []
     if overrides:
-        check_overrides(overrides, multirun=False)
+        check_overrides(overrides, multirun=getattr(parsed, "multirun", False))
     return wrong
 
 

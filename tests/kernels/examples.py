@@ -15,6 +15,8 @@ from torch import Tensor
 
 from src.kernels.adamw import Adam
 from src.kernels.declaration import Need
+from src.kernels.fp8 import Quantised
+from src.kernels.quantise_weight import quantise_weight as quantised_weight
 from src.kernels.sort_by_expert import Order, sort_by_expert
 
 
@@ -67,7 +69,14 @@ class Draw:
 
 DOCUMENTS = ((0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2), (3, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5))
 """Of two samples of 11 positions: one of a single token, none over the end of a sample."""
-HEADS = {"mha": (4, 4, 16, 16), "gqa": (4, 2, 16, 16), "unequal": (4, 4, 24, 8), "both": (6, 2, 24, 16)}
+HEADS = {
+    "mha": (4, 4, 16, 16),
+    "gqa": (4, 2, 16, 16),
+    "unequal": (4, 4, 24, 8),
+    "both": (6, 2, 24, 16),
+    "gqa of 64": (4, 2, 64, 64),
+    "mla": (2, 2, 192, 128),
+}
 
 
 def attention(draw: Draw) -> Iterator[Example]:
@@ -80,8 +89,8 @@ def attention(draw: Draw) -> Iterator[Example]:
             starts = torch.cat((torch.zeros(1), documents.flatten().bincount().cumsum(0)))
             options["cu_seqlens"] = starts.to(draw.device, torch.int32)
         places = documents.to(draw.device) if packed else None
-        features = {"unequal": {"unequal_widths"}, "gqa": {"gqa"}, "both": {"unequal_widths", "gqa"}}
-        has = features.get(heads, set()) | ({"packed"} if packed else set())
+        has = ({"gqa"} if H != G else set()) | ({"unequal_widths"} if C != U else set())
+        has |= {"packed"} if packed else set()
         has |= ({"window"} if window else set()) | ({"sinks"} if sinks else set())
         graded = [draw.normal(2, 11, H, C), draw.normal(2, 11, G, C), draw.normal(2, 11, G, U)]
         more = [draw.normal(H)] if sinks else []
@@ -344,6 +353,49 @@ def grad_norm(draw: Draw) -> Iterator[Example]:
     yield Example("tensors of three sizes", [], call, [draw.normal(5), draw.normal(3, 7), draw.normal(70000)])
 
 
+def linear_fp8(draw: Draw) -> Iterator[Example]:
+    shapes = ((3, 7), (5, 7)), ((3, 7), (32, 48)), ((16,), (48, 32)), ((0,), (32, 48))
+    for by_rows, (rows, (out, into)) in product((False, True), shapes):
+        weight = draw.normal(out, into)
+        yield Example(
+            f"{rows} of {into} to {out}, {'a scale a row' if by_rows else 'one scale'}",
+            [draw.normal(*rows, into), weight, draw.normal(out)],
+            lambda function, x, w, b, *lent: function(x, w, Quantised(*lent), b),
+            quantised_weight(weight, by_rows),
+            Need(widths={"in": into, "out": out}),
+        )
+
+
+def grouped_mm_fp8(draw: Draw) -> Iterator[Example]:
+    for load, width in product(LOADS, ("odd", "stacked")):
+        rows, (D, M) = 0 if load == "no rows" else 9, (WIDTHS | {"stacked": (48, 32)})[width]
+        stack = draw.normal(3, M, D)
+        yield Example(
+            f"{load}, {width}",
+            [draw.normal(rows, D), stack],
+            lambda function, x, w, offs, *lent: function(x, w, Quantised(*lent), offs),
+            [draw.ends(*LOADS[load]), *quantised_weight(stack, by_rows=True)],
+            Need(widths={"hidden_size": D, "expert_size": M}),
+        )
+
+
+def quantise_weight(draw: Draw) -> Iterator[Example]:
+    """Numbers that e4m3 has, with a largest one in each row and column whose scale is a power of two: the
+    interpreter rounds wrongly where rounding carries."""
+    for by_rows, shape in product((False, True), ((70, 33), (3, 48, 80))):
+        exact = draw.normal(*shape).float().to(torch.float8_e4m3fn).float().clamp(-13, 13)
+        M, D = shape[-2:]
+        for index in range(max(M, D)):
+            exact[..., index % M, index % D] = 14.0
+
+        def call(function: Any, weight: Tensor, by_rows: bool = by_rows) -> Any:
+            new = function(weight, by_rows)
+            again = function(weight, by_rows, Quantised(*(torch.zeros_like(x) for x in new)))
+            return (*new, *again)
+
+        yield Example(f"{shape}, {by_rows}", [], call, [exact.to(draw.dtype)])
+
+
 EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "attention": attention,
     "grouped_mm": grouped_mm,
@@ -360,6 +412,9 @@ EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "latent_heads": latent_heads,
     "router_linear": router_linear,
     "linear": linear,
+    "linear_fp8": linear_fp8,
+    "grouped_mm_fp8": grouped_mm_fp8,
+    "quantise_weight": quantise_weight,
     "linear_cross_entropy": linear_cross_entropy,
     "accumulate": accumulate,
     "grad_norm": grad_norm,

@@ -66,7 +66,11 @@ def test_reg_5_some_example_fits(implementation: Implementation) -> None:
     """A shape, feature or dtype that no example has would go without a test."""
     assert any(fitting(implementation, META, dtype) for dtype in DTYPES)
     claimed = {f for e in examples(implementation.operation, META, DTYPES[0]) for f in e.need.features}
-    engine = {"context_parallel", "biased_experts"}  # How the layer calls it, not what it computes.
+    engine = {
+        "context_parallel",
+        "biased_experts",
+        "fp8_experts",
+    }  # How the layer calls it, not what it computes.
     assert implementation.features - engine <= claimed
 
 
