@@ -166,10 +166,10 @@ def test_codes_of_spur_mean_nothing(tmp_path: Path) -> None:
     """SPUR-7: with the records of all nodes srun's code is not asked; without them it is all there is."""
     (tmp_path / "control").mkdir()
     (tmp_path / "plan.json").write_text('{"nodes": 2}')
-    for node in range(2):
+    for number in range(2):
         assert batch.step_code(tmp_path, SPUR, 143) == 143
-        record = {"node": node, "time": 1.0, "codes": {str(node): 0}, "killed": False, "code": 0}
-        (tmp_path / "control" / f"node.{node}.json").write_text(json.dumps(record))
+        record = {"node": number, "time": 1.0, "codes": {str(number): 0}, "killed": False, "code": 0}
+        (tmp_path / "control" / f"node.{number}.json").write_text(json.dumps(record))
     assert batch.step_code(tmp_path, SPUR, 143) == 0
     assert batch.step_code(tmp_path, replace(SPUR, launcher=LauncherConfig("slurm")), 143) == 143
     status = Status("running", 1, "")
