@@ -23,7 +23,7 @@ def test_two_nodes_in_containers(cluster: Cluster) -> None:
     boxed += [f"container.args=[{args}]", "mesh=ep2", "launcher.nodes=2"]
     cluster.job("boxed", *boxed, "+env.FAKE_FAIL=1:exit42@2")
     alone = [word for word in boxed if not word.startswith(("mesh=", "launcher.nodes="))]
-    short = ["launcher.time=1m", "launcher.grace=45s", "launcher.max_requeues=0", "max_steps=4000"]
+    short = ["launcher.time=2m", "launcher.grace=90s", "launcher.max_requeues=0", "max_steps=4000"]
     cluster.job("limited", *alone, *short, "+env.FAKE_SLEEP=0.05")
     code, text = cluster.end("boxed")
     assert code == 42, text
