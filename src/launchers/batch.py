@@ -15,21 +15,26 @@ from src import runs
 from src.compose import load_config
 from src.config import Config
 from src.digest import config_digest
-from src.errors import UserError
 from src.launchers import scheduler
 from src.launchers.outcome import codes_of_nodes, node_records
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended
+from src.records import read_json, write_json
 from src.status import Status, last_step
 
 KEPT = ("overrides.yaml", "plan.json", "code.json", "code.diff", "job.json", "config.yaml")
 """Papers that a new attempt of the same job takes over."""
+TAKEN = 5
+"""Code of a job whose run directory another living job has."""
 REQUEUED = "requeued"
 """Mark in `control/` of an attempt after which the job was queued again."""
 
 
 def begin(run: Path) -> int:
-    """Open the attempt: an empty `control/`, `running` in `status.json`, data if the job is to build it."""
+    """Open the attempt: an empty `control/` and `running` in `status.json`; returns a code other than 0 if
+    the run is another job's."""
+    if not adopt(run, scheduler.own_id(os.environ)):
+        return TAKEN
     config = load_config(run / "config.yaml")
     if (run / "control" / "started").exists():
         files = {name: (run / name).read_text(encoding="utf-8") for name in KEPT if (run / name).exists()}
@@ -37,24 +42,21 @@ def begin(run: Path) -> int:
     (run / "control" / "started").write_text(newest_checkpoint(run))
     status = Status("running", runs.attempts(run), config_digest(config))
     status.write(run)
-    try:
-        prepare(config)
-    except Exception as error:
-        code = error.code if isinstance(error, UserError) else 4
-        fail(status, code, type(error).__name__, str(error))
-        status.ended = time.time()
-        status.write(run)
-        return code
     return 0
 
 
-def prepare(config: Config) -> None:
-    """Build the token artifact in the job if `data.prepare.where=job` wants that."""
-    if config.data.kind == "synthetic" or config.data.prepare.where != "job":
-        return
-    from src.trainer.data.prepare import prepare as build
-
-    build(config, print)
+def adopt(run: Path, number: str | None) -> bool:
+    """Whether the run is this job's; one that its command was killed before noting notes itself (RUN-5)."""
+    record = read_json(run / "job.json") or {}
+    noted = record.get("id")
+    if number is None or noted == number:
+        return True
+    seen = {} if noted is None else scheduler.look([noted])
+    if noted is not None and (seen is None or (noted in seen and seen[noted].is_alive)):
+        print(f"{run} is the run of job {noted}: this job, {number}, leaves it alone", flush=True)
+        return False
+    write_json(run / "job.json", {**record, "id": number})
+    return True
 
 
 def end(run: Path, step: int) -> int:

@@ -51,6 +51,8 @@ class Job:
     reason: str | None = None
     devices: list[str] | None = None
     """The GPUs it has while it runs; None on a CPU."""
+    builds_data: bool = False
+    """Whether it builds its data itself, on its nodes (`data.prepare.where=job`)."""
     process: subprocess.Popen[bytes] | None = None
     remote: str | None = None
     """The scheduler's id of a job that was submitted."""
@@ -180,7 +182,7 @@ def prepare_data(
                 future.set_exception(error)
 
     for job in jobs:
-        if job.data_key is not None and job.data_key not in futures:
+        if job.data_key is not None and not job.builds_data and job.data_key not in futures:
             futures[job.data_key] = Future()
             threading.Thread(target=work, args=(job.config, futures[job.data_key]), daemon=True).start()
     return futures

@@ -24,6 +24,7 @@ from src.errors import UserError
 from src.launchers import hostlist
 from src.launchers.console import Console
 from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
+from src.launchers.node_data import ensure_data
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
 from src.launchers.spread import Spread, spread
@@ -61,7 +62,7 @@ def place_of(shell: Mapping[str, str]) -> Place:
 def run_node(run: str) -> None:
     """Run this node's share of the ranks and leave the process with their code."""
     directory = Path(run)
-    signals = Signals()
+    signals = Signals(scheduled=True)
     with signals.installed(), signals.collected():
         place = place_of(os.environ)
         code = settle_node(directory, place, signals)
@@ -73,7 +74,7 @@ def run_node(run: str) -> None:
 
 def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
     """Run one node's share of a launch that srun started without a job of ours; returns the node's code."""
-    signals = Signals()
+    signals = Signals(scheduled=True)
     step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
     with signals.installed(), signals.collected():
         return settle_node(run, Place(number, nodes, first_host, step + STEP_PORTS), signals)
@@ -102,6 +103,7 @@ def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ende
         share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
+    ensure_data(run, config, place.node)
     attempt = attempts(run)
     meeting = None if place.nodes == 1 else meet(place, config, attempt)
     environment = node_environment(config, share.ranks, meeting)

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from src.digest import config_digest, identity
 from src.errors import Problem, UserError
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
-from src.launchers.memory import RankMemory, layers_of, precision_name, rank_memory
+from src.launchers.memory import precision_name
+from src.launchers.rank_plans import RankPlan, rank_plans
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.machine import Machine, find_machine
@@ -27,17 +28,6 @@ from src.trainer.data.keys import Corpora, data_key
 from src.trainer.parallel import layout, rules
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """One rank: where it stands and what it holds."""
-
-    rank: int
-    coordinates: dict[str, int]
-    layers: list[int]
-    """Global indices of its decoder layers."""
-    memory: RankMemory
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ class LaunchPlan:
     def _rank_lines(self) -> list[str]:
         shown = self.ranks if len(self.ranks) <= MOST_LINES else self.ranks[:MOST_LINES]
         lines = [_rank_text(rank) for rank in shown]
-        rest = len(self.ranks) - len(shown)
+        rest = self.world - sum(rank.count for rank in shown)
         return [*lines, f"and {rest} more ranks, in the JSON below"] if rest else lines
 
 
@@ -160,7 +150,7 @@ def make_plan(
     machine = machine or find_machine(config)
     key = data_key(config, corpora)
     run = str(Path(config.paths.runs) / run_name(config))
-    ranks = [_rank_plan(config, rank, machine) for rank in range(config.mesh.world)]
+    ranks = rank_plans(config, machine.platform)
     counts = count(config.model)
     share = spread(config, machine.platform)
     return LaunchPlan(
@@ -182,7 +172,7 @@ def make_plan(
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
-        memory=_memory([rank.memory for rank in ranks], machine),
+        memory=_memory(ranks, machine),
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
@@ -212,12 +202,6 @@ def _flags(config: Config, overrides: Sequence[str], share: Spread, platform: st
     return sbatch_flags(config, overrides, share, platform, name)
 
 
-def _rank_plan(config: Config, rank: int, machine: Machine) -> RankPlan:
-    place = layout.coordinates(config.mesh, rank)
-    axes = {axis: getattr(place, axis) for axis in layout.AXES}
-    return RankPlan(rank, axes, layers_of(config, place.pp), rank_memory(config, rank, machine.platform))
-
-
 def _batch(config: Config) -> dict[str, int]:
     return {
         "global_batch_size": config.global_batch_size,
@@ -241,7 +225,8 @@ def _rank_text(rank: RankPlan) -> str:
     place = " ".join(f"{axis}={value}" for axis, value in rank.coordinates.items() if axis != "tp")
     span = f"layers {', '.join(_runs(rank.layers))}"
     size = f"{rank.memory.parameters:,} parameters, {bytes_text(rank.memory.total)}"
-    return f"rank {rank.rank}: {place}; {span}; {size}"
+    alike = f"; so {rank.count - 1:,} more" if rank.count > 1 else ""
+    return f"rank {rank.rank}: {place}; {span}; {size}{alike}"
 
 
 def _runs(numbers: list[int]) -> list[str]:
@@ -251,28 +236,24 @@ def _runs(numbers: list[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
-def _memory(ranks: list[RankMemory], machine: Machine) -> Memory:
+def _memory(ranks: list[RankPlan], machine: Machine) -> Memory:
     """All ranks share a CPU's memory; a GPU belongs to one rank."""
-    shared = machine.platform == "cpu"
-    largest = max(ranks, key=lambda rank: rank.total)
-    needed = sum(rank.total for rank in ranks) if shared else largest.total
-    whose = (
-        f"{len(ranks)} ranks"
-        if shared and len(ranks) > 1
-        else "the largest rank"
-        if len(ranks) > 1
-        else "the rank"
-    )
+    shared, world = machine.platform == "cpu", sum(rank.count for rank in ranks)
+    largest = replace(max(ranks, key=lambda rank: rank.memory.total), count=1)
+    counted = ranks if shared else [largest]
+    needed = sum(rank.count * rank.memory.total for rank in counted)
+    whose = "the rank" if world == 1 else f"{world} ranks" if shared else "the largest rank"
     fits = None if machine.memory is None else needed <= machine.memory
     size = "" if machine.memory is None else f"{bytes_text(machine.memory)}, "
-    terms = _sum_text(ranks if shared else [largest])
+    terms = _sum_text(counted)
     words = f"{whose}: {terms} = {bytes_text(needed)}, of {size}{machine.source}"
     return Memory(fits, needed, machine.memory, words)
 
 
-def _sum_text(ranks: list[RankMemory]) -> str:
+def _sum_text(ranks: list[RankPlan]) -> str:
     parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
-    return " + ".join(f"{part} {bytes_text(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
+    sums = {part: sum(rank.count * getattr(rank.memory, part) for rank in ranks) for part in parts}
+    return " + ".join(f"{part} {bytes_text(size)}" for part, size in sums.items())
 
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:

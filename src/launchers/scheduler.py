@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -128,6 +128,13 @@ def batch_code(number: str) -> int:
     if found is None:
         return 1
     return exit_code(-int(found[2])) if int(found[2]) else int(found[1])
+
+
+def own_id(shell: Mapping[str, str]) -> str | None:
+    """The id of the job, or of the task of an array, that this process is a part of, as squeue writes it."""
+    if "SLURM_ARRAY_JOB_ID" in shell:
+        return f"{shell['SLURM_ARRAY_JOB_ID']}_{shell['SLURM_ARRAY_TASK_ID']}"
+    return shell.get("SLURM_JOB_ID")
 
 
 def max_array_size() -> int:

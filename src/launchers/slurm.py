@@ -46,6 +46,8 @@ class JobRecord:
     worker: str
     code: str
     """The snapshot that it imports."""
+    data_attempt: str
+    """What it builds data for, if it does: jobs of one submission fail together (LEASE-7)."""
     id: str | None = None
     """The scheduler's, once it has one."""
 
@@ -107,8 +109,9 @@ def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord)
             launch.console.line(f"job        {other} was submitted by another command: following it")
             return other
         copy = snapshot(Path(launch.config.paths.runs), code)
-        status = open_attempt(launch, taken, plan, code, copy)
-        if launch.config.data.prepare.where == "submit":
+        attempt = f"{taken.path}#{taken.attempt}"
+        status = open_attempt(launch, taken, plan, code, copy, attempt)
+        if launch.config.data.prepare.where != "job":
             prepare_for(launch, taken.path, status)
         with launch.console.phase("submit") as words, launch.signals.collected():
             (number,) = submit_runs(taken.path / FOLDER, [plan], [taken.path], copy)
@@ -118,10 +121,13 @@ def submit_one(launch: Launch, found: Claim, plan: LaunchPlan, code: CodeRecord)
         taken.release()
 
 
-def open_attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path) -> Status:
+def open_attempt(
+    launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path, data_attempt: str
+) -> Status:
     """Write the papers of an attempt that a job will make, and say that it is queued."""
     files = papers(launch, plan, None, code, plan.data_key)
-    files["job.json"] = json.dumps(asdict(JobRecord(launch.worker, str(copy))), indent=2) + "\n"
+    record = JobRecord(launch.worker, str(copy), data_attempt)
+    files["job.json"] = json.dumps(asdict(record), indent=2) + "\n"
     runs.begin_attempt(taken, files)
     log_files(launch, taken.path)
     status = Status("queued", taken.attempt, config_digest(launch.config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -52,6 +53,7 @@ def run_slurm_sweep(
         check_memory(plan)
         check_log_copy(job.config)
         job.plan, job.data_key = plan, plan.data_key
+        job.builds_data = job.config.data.prepare.where == "job"
     return SlurmSweep(jobs, plans, worker).run()
 
 
@@ -72,6 +74,7 @@ class SlurmSweep(Sweep):
         self._plans = {job.name: plan for job, plan in zip(jobs, plans, strict=True)}
         self._queue = Queue([])
         self._interrupted = False
+        self._attempt = f"{self._directory}#{uuid.uuid4().hex}"
 
     def _where(self) -> str:
         return "on Slurm"
@@ -115,7 +118,7 @@ class SlurmSweep(Sweep):
         try:
             for job, claim in taken:
                 launch = Launch(job.config, job.overrides, self._worker, console=Console())
-                open_attempt(launch, claim, self._plans[job.name], code, copy)
+                open_attempt(launch, claim, self._plans[job.name], code, copy, self._attempt)
             self._submit_claimed(taken, copy)
         except UserError as error:
             for job, _ in taken:

@@ -39,9 +39,15 @@ class Interrupted(BaseException):
 class Signals:
     """Stop signals of the launching process: raised as `Interrupted`, or collected while ranks run."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduled: bool = False) -> None:
+        """`scheduled`: a scheduler sends them, several times over, and kills by itself (AGENT-3)."""
         self.came: list[int] = []
-        self._collect = False
+        self._collect, self._scheduled = False, scheduled
+
+    @property
+    def insist(self) -> bool:
+        """Whether somebody who asked before wants the ranks killed now."""
+        return len(self.came) > 1 and not self._scheduled
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
@@ -156,13 +162,9 @@ class Watcher:
             (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
             self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
         overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
-        if len(came) > 1 or overdue:
-            self._kill(
-                ranks,
-                "a second signal"
-                if len(came) > 1
-                else f"launcher.grace={self._config.launcher.grace} is over",
-            )
+        if self._signals.insist or overdue:
+            over = f"launcher.grace={self._config.launcher.grace} is over"
+            self._kill(ranks, "a second signal" if self._signals.insist else over)
 
     def _look_for_errors(self, ranks: Ranks) -> None:
         if not has_failed(self._run / "control"):

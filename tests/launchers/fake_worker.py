@@ -83,6 +83,7 @@ def train(run: Path) -> None:
             done.write_text(str(step))
         if (run / "control" / "stop").exists() and "FAKE_DEAF" not in os.environ:
             if RANK == 0:
+                (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
                 (run / "control" / "requeue").write_text("saved\n")
             return
 
