@@ -76,7 +76,7 @@ class LauncherConfig:
     exclude: str | None = None
     """Nodes that must not be used."""
     time: str | None = duration(None)
-    """Time limit of a job, rounded up to whole minutes; null is the partition's default."""
+    """Time limit of a job, in whole minutes, or null for the partition's; elsewhere that of an attempt."""
     nodes: int | None = None
     """Nodes of a job; null is as few as the mesh needs."""
     gpus_per_node: int | None = None

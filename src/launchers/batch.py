@@ -16,7 +16,7 @@ from src.compose import load_config
 from src.config import Config
 from src.digest import config_digest
 from src.launchers import scheduler
-from src.launchers.outcome import codes_of_nodes, node_records
+from src.launchers.outcome import code_words, codes_of_nodes, node_records
 from src.launchers.settle import fail, settle
 from src.launchers.watch import Ended
 from src.records import read_json, write_json
@@ -31,8 +31,7 @@ REQUEUED = "requeued"
 
 
 def begin(run: Path) -> int:
-    """Open the attempt: an empty `control/` and `running` in `status.json`; returns a code other than 0 if
-    the run is another job's."""
+    """Open the attempt: an empty `control/` and `running` in `status.json`. TAKEN: it is another job's."""
     if not adopt(run, scheduler.own_id(os.environ)):
         return TAKEN
     config = load_config(run / "config.yaml")
@@ -89,7 +88,9 @@ def settle_nodes(status: Status, run: Path, step: int, world: int) -> None:
     if broken is not None:
         fail(status, int(broken["code"]), str(broken["type"]), f"node {broken['node']}: {broken['message']}")
     elif step != 0 or len(codes) < world:
-        fail(status, step or 1, "Step", f"srun ended with code {step}, {len(records)} nodes left a record")
+        who = ", ".join(str(record["node"]) for record in records) or "none"
+        message = f"srun ended with {code_words(step)}; agents that left a record, by node: {who}"
+        fail(status, step or 1, "Step", message)
     status.last_step = last_step(run)
 
 

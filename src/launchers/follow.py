@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from src.errors import UserError
 from src.launchers import scheduler
 from src.launchers.bar import Display
 from src.launchers.launch import Launch
@@ -17,18 +18,21 @@ from src.status import Status, last_step, read_status
 
 OFTEN, MINUTE, SELDOM = 1.0, 60.0, 15.0
 """Seconds between looks at the queue in the first minute, that minute, and the longest pause later."""
+DEAF, GIVE_UP = 60.0, 600.0
+"""Seconds without an answer of squeue after which `status.json` alone ends a run, and we leave it alone."""
 CANCEL_WAIT = 120.0
 """Seconds that a cancelled job may take to leave the queue."""
 
 
 def is_over(number: str) -> bool:
     """Whether a job is neither waiting nor running; a queue that cannot be asked raises UserError (5)."""
-    from src.errors import UserError
-
     seen = scheduler.look([number])
     if seen is None:
         raise UserError("squeue does not answer: whether the run's job is still there is unknown", code=5)
     return number not in seen or not seen[number].is_alive
+
+
+LEFT = "job {} is left alone; the same command follows it again"
 
 
 class Queue:
@@ -41,6 +45,7 @@ class Queue:
         self._started = time.monotonic()
         self._next = 0.0
         self._asked = False
+        self._heard = self._started
 
     def look(self, soon: bool = False) -> None:
         """Ask again if it is time to; a queue that does not answer changes nothing."""
@@ -52,7 +57,7 @@ class Queue:
         seen = scheduler.look(self.ids)
         if seen is None:
             return
-        self._asked = True
+        self._asked, self._heard = True, now
         for number in self.ids:
             if number not in self._since or self._state(seen, number) != self._state(self._seen, number):
                 self._since[number] = time.monotonic()
@@ -67,11 +72,19 @@ class Queue:
         return self._seen.get(number)
 
     def verdict(self, number: str, run: Path) -> Verdict | None:
-        """How the job of `run` ended; None while it has not, or nobody can say."""
+        """How the job of `run` ended; None while it has not, or nobody can say.
+
+        Raises:
+            UserError: squeue has not answered for so long that nobody will say (5).
+        """
+        status, silence = read_status(run), time.monotonic() - self._heard
+        if silence > DEAF and (status or {}).get("state") in TERMINAL:
+            return scheduler.merge(None, status, has_saved(run), silence)
+        if silence > GIVE_UP:
+            raise UserError(f"squeue has not answered for {silence:.0f} s: {LEFT.format(number)}", code=5)
         if not self._asked:
             return None
         seen, waited = self.state(number), time.monotonic() - self._since[number]
-        status = read_status(run)
         is_silent = seen is not None and not seen.is_alive and waited >= scheduler.SILENT
         code = scheduler.batch_code(number) if is_silent else 1
         return scheduler.merge(seen, status, has_saved(run), waited, code)

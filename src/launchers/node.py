@@ -27,6 +27,7 @@ from src.launchers.environment import Environment, Setting, cache_root, cores, r
 from src.launchers.node_data import ensure_data
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
+from src.launchers.roll_call import naming_the_absent
 from src.launchers.spread import Spread, spread
 from src.launchers.watch import Ended, Signals, Watcher
 from src.machine import find_machine
@@ -112,7 +113,7 @@ def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ende
     variables = {**environment.values, "MANYHEAD_ATTEMPT": str(attempt)}
     worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
     watcher = Watcher(run, config, Console(), signals)
-    with applied(variables):
+    with applied(variables), naming_the_absent(run, place.node, place.nodes, config.launcher.timeout):
         return watcher.watch(lambda: start(run, share.ranks, worker, meeting))
 
 

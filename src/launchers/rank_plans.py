@@ -6,14 +6,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from src.config import Config
 from src.launchers.memory import RankMemory, layers_of, rank_memory
 from src.models.names import is_expert_stack, parameters
 from src.trainer.parallel import layout
-
-T = TypeVar("T")
 
 MOST_RANKS = 1024
 """Ranks that a plan lists one by one; of a larger world it lists the first of each kind."""
@@ -38,17 +35,18 @@ class RankPlan:
 def rank_plans(config: Config, platform: str) -> list[RankPlan]:
     """Every rank of the mesh in order, or the first of each kind where there are too many to read."""
     kinds = list(rank_kinds(config))
-    held = {kind: rank_memory(config, rank, platform) for kind, rank in _first(kinds).items()}
+    count = Counter(kinds)
+    first = {kind: kinds.index(kind) for kind in count}
+    held = {kind: rank_memory(config, rank, platform) for kind, rank in first.items()}
     if len(kinds) <= MOST_RANKS:
         return [_plan(config, rank, held[kind], 1) for rank, kind in enumerate(kinds)]
-    alike = [(kind[0], held[kind]) for kind in kinds]
-    count = Counter(alike)
-    return [_plan(config, rank, what[1], count[what]) for what, rank in _first(alike).items()]
-
-
-def _first(values: list[T]) -> dict[T, int]:
-    """Each value with the first place where it stands."""
-    return {value: place for place, value in reversed(list(enumerate(values)))}
+    alike: dict[tuple[int, RankMemory], list[Kind]] = {}
+    for kind in count:
+        alike.setdefault((kind[0], held[kind]), []).append(kind)
+    return [
+        _plan(config, first[same[0]], memory, sum(count[kind] for kind in same))
+        for (_, memory), same in alike.items()
+    ]
 
 
 def _plan(config: Config, rank: int, memory: RankMemory, count: int) -> RankPlan:

@@ -23,8 +23,12 @@ STAND: dict[str, int] = {
     "OUT_OF_MEMORY": 137,
     "NODE_FAIL": LOST,
     "BOOT_FAIL": LOST,
+    "HELD": LOST,
 }
-"""States that stand whatever the run wrote, with their exit codes."""
+"""States that stand whatever the run wrote, with their exit codes; HELD is what `Seen` makes of a job whose
+launch failed, for it waits until somebody releases it."""
+HELD = re.compile(r"launch.failed.requeued.held", re.IGNORECASE)
+"""Reason of such a job."""
 ENDED = ("COMPLETED", "FAILED")
 """States in which the run's own status decides; all others mean that the job is alive."""
 SAVED = 75
@@ -96,7 +100,7 @@ def merge(
 def read_squeue(text: str) -> dict[str, Seen]:
     """The lines of `squeue -h -r -o '%i|%T|%r'` by job id."""
     rows = [line.strip().split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
-    return {row[0]: Seen(row[1], row[2]) for row in rows}
+    return {row[0]: Seen("HELD" if HELD.search(row[2]) else row[1], row[2]) for row in rows}
 
 
 def look(ids: Iterable[str]) -> dict[str, Seen] | None:

@@ -30,6 +30,7 @@ from src.launchers.ranks import WORKER
 from src.launchers.scheduler import need_slurm
 from src.launchers.settle import fail
 from src.launchers.snapshot import place, snapshot
+from src.launchers.storage import check_storage
 from src.machine import find_machine
 from src.records import read_json, write_json
 from src.runs import Claim
@@ -66,6 +67,7 @@ def find_and_follow(launch: Launch) -> int:
     """Find the run's directory and its job, submit where there is none, and follow it to its end."""
     console = launch.console
     need_slurm()
+    check_storage(launch.config)
     with console.phase("plan"):
         plan = make_plan(launch.config, launch.overrides)
         check_memory(plan)

@@ -35,6 +35,7 @@ from src.launchers.launch import Launch, check_log_copy, papers
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
 from src.launchers.ranks import WORKER
 from src.launchers.settle import fail
+from src.launchers.storage import check_storage
 from src.launchers.watch import LOOK, Signals
 from src.machine import HIDING, find_machine
 from src.report import comparison, show, table, write_report
@@ -59,6 +60,7 @@ def run_sweep(
     """
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
+    check_storage(configs[0])
     if configs[0].launcher.name == "slurm":
         from src.launchers.slurm_sweep import run_slurm_sweep
 

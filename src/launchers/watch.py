@@ -42,12 +42,12 @@ class Signals:
     def __init__(self, scheduled: bool = False) -> None:
         """`scheduled`: a scheduler sends them, several times over, and kills by itself (AGENT-3)."""
         self.came: list[int] = []
-        self._collect, self._scheduled = False, scheduled
+        self._collect, self.scheduled = False, scheduled
 
     @property
     def insist(self) -> bool:
         """Whether somebody who asked before wants the ranks killed now."""
-        return len(self.came) > 1 and not self._scheduled
+        return len(self.came) > 1 and not self.scheduled
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
@@ -125,6 +125,13 @@ class Screen:
                 self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
 
 
+def time_left(config: Config) -> float:
+    """Seconds until a launch here has to begin to save; a scheduler keeps its jobs' time itself."""
+    if config.launcher.time is None or config.launcher.name in ("slurm", "spur"):
+        return float("inf")
+    return seconds(config.launcher.time) - seconds(config.launcher.grace)
+
+
 class Watcher:
     """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
 
@@ -133,6 +140,7 @@ class Watcher:
     ) -> None:
         self._run, self._config = run, config
         self._console, self._signals, self._screen = console, signals, screen
+        self._deadline = time.monotonic() + time_left(config)
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False
@@ -157,10 +165,12 @@ class Watcher:
     def _look_for_stop(self, ranks: Ranks) -> None:
         came = self._signals.came
         now = time.monotonic()
-        if came and self._asked is None:
+        if self._asked is None and (came or now > self._deadline):
             self._asked = now
-            (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
-            self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
+            why = signal.Signals(came[0]).name if came else f"launcher.time={self._config.launcher.time}"
+            (self._run / "control" / "stop").write_text(f"{why}\n")
+            once_more = "" if self._signals.scheduled else "; once more kills"
+            self._console.line(f"{why}: saving, then stopping{once_more}")
         overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
         if self._signals.insist or overdue:
             over = f"launcher.grace={self._config.launcher.grace} is over"

@@ -52,7 +52,7 @@ class Store:
     """The artifacts below one directory."""
 
     def __init__(self, root: Path, timeout: float, report: Report, attempt: str = "") -> None:
-        """`attempt`: what this process works for; if a build fails for it, all others of it fail (LEASE-6)."""
+        """`attempt`: what this is for; a build that failed for it is not tried again (LEASE-6)."""
         self.root = root
         self._timeout = timeout
         self._report = report

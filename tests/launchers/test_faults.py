@@ -1,0 +1,201 @@
+"""What may go wrong around a launch on this machine, and what must never be seen of it (RANK-1, ENV-3)."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from src.compose import compose, dump_config
+from src.config import Config
+from src.errors import UserError
+from src.launchers import launch, node, storage
+from src.launchers.node_data import LEASE, WORD, await_word
+from src.launchers.ranks import rank_command
+from src.launchers.watch import Signals
+from src.records import read_json, write_json
+from src.trainer.data import failures
+from src.trainer.data.lease import Lease
+from tests.launchers.conftest import Start
+from tests.launchers.secrets import SECRETS, CommandLines, found_in, named_in
+from tests.launchers.test_launch import out, status, wait_for
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose(["data=synthetic", "platform=cpu"]).config
+
+
+def test_storage_that_vanishes_and_a_time_limit(start: Start, tmp_path: Path) -> None:
+    """RUN-6: a run whose directory is gone ends at once with one line, and can go on when it is back.
+
+    AGENT-2: `launcher.time` ends a launch here as a scheduler would: saved, 75.
+    """
+    words = ["max_steps=400", "+env.FAKE_SLEEP=0.1"]
+    lost = start("launching", *words, "run_name=one", folder="lost")
+    short = start("launching", *words, "run_name=two", "launcher.time=6s", "launcher.grace=5s")
+    wait_for((tmp_path / "lost/one/fake_step").exists)
+    (tmp_path / "lost").rename(tmp_path / "away")
+    code, text = out(lost)
+    assert code == 1, text
+    assert "the run's files cannot be written" in text
+    assert "Traceback" not in text
+    code, text = out(short)
+    assert (code, status(tmp_path / "runs/two")["state"]) == (75, "stopped"), text
+    assert "launcher.time=6s: saving" in text
+    shutil.move(tmp_path / "away", tmp_path / "runs")
+    at = int((tmp_path / "runs/lost/one/fake_step").read_text()) if (tmp_path / "runs/lost").exists() else 0
+    found = read_json(tmp_path / "runs/away/one/status.json") or status(tmp_path / "runs/lost/one")
+    assert (found["state"], at >= 0) == ("running", True)
+
+
+def test_storage_that_hangs(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law 6: exit 3 with the key that hangs, in time, before anything else is asked."""
+    held = threading.Event()
+
+    def exists(place: Path) -> bool:
+        return held.wait(60) if place == tmp_path else True
+
+    monkeypatch.setattr(storage.os.path, "exists", exists)
+    monkeypatch.setattr(storage, "PATIENCE", 0.2)
+    config.paths.runs = str(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"paths\.runs: .* has not answered") as refused:
+        storage.check_storage(config)
+    assert (refused.value.code, time.monotonic() - began < 5) == (3, True)
+    assert launch.run_one(config, []) == 3
+    assert list(tmp_path.iterdir()) == []
+    held.set()
+
+
+def test_a_scheduler_signals_several_times_and_kills_by_itself() -> None:
+    """AGENT-3: the second TERM of a preemption must not kill ranks that save; a second Ctrl-C does."""
+    for scheduled in (False, True):
+        signals = Signals(scheduled)
+        signals.came = [signal.SIGTERM]
+        assert not signals.insist
+        signals.came += [signal.SIGTERM, signal.SIGTERM]
+        assert signals.insist == (not scheduled)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM])
+def test_a_rank_that_is_still_importing_outlives_a_signal(number: int, tmp_path: Path) -> None:
+    """SUB-4, AGENT-2: the scheduler's warning comes to every process, also before it has handlers."""
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "worker.py").write_text(
+        "print('imports', flush=True)\nimport time\ntime.sleep(0.5)\nprint('done')\n"
+    )
+    environment = {"RANK": "3", "PYTHONPATH": str(tmp_path), "PATH": "/bin:/usr/bin"}
+    process = subprocess.Popen(rank_command(tmp_path, "worker"), env=environment)
+    log = tmp_path / "ranks" / "rank_00003.log"
+    wait_for(lambda: log.exists() and "imports" in log.read_text())
+    process.send_signal(number)
+    assert process.wait(30) == 0
+    assert log.read_text().endswith("done\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_node_that_never_comes(config: Config, tmp_path: Path, alone: int) -> None:
+    """RANK-1: an agent waits `launcher.timeout` for the others, names them, and ends with 6."""
+    for folder in ("control", "ranks"):
+        (tmp_path / folder).mkdir()
+    config.mesh.ep, config.launcher.name, config.launcher.nodes = 2, "slurm", 2
+    config.launcher.timeout = "1s"
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    code = (
+        "import sys, os; from pathlib import Path; from src.launchers import node; "
+        "from src.launchers.watch import Signals; "
+        f"os._exit(node.settle_node(Path(sys.argv[1]), node.Place({alone}, 2, '127.0.0.1', 77), Signals()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, capture_output=True)
+    assert done.returncode == 6, done.stderr
+    record = read_json(tmp_path / "control" / f"node.{alone}.json") or {}
+    assert (
+        f"nodes {1 - alone} did not come within launcher.timeout=1s; here are {alone} (" in record["message"]
+    )
+
+
+def test_a_builder_that_dies_or_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PREP-3: the other nodes end with what node 0 says, within the lease's patience if it says nothing."""
+    with pytest.raises(UserError, match="began no preparation within 0 s") as refused:
+        await_word(tmp_path, 0.0)
+    assert refused.value.code == 6
+    monkeypatch.setattr("src.trainer.data.lease.SILENCE_SECONDS", 0.3)
+    lease = Lease.take(tmp_path / LEASE)
+    assert lease is not None
+    lease._stop.set()
+    with pytest.raises(UserError, match="node 0 was lost") as refused:
+        await_word(tmp_path, 60.0)
+    assert refused.value.code == 4
+    lease.release()
+    write_json(tmp_path / WORD, {"code": 0, "key": "k"})
+    assert await_word(tmp_path, 60.0)["key"] == "k"
+
+
+def test_each_node_ends_with_the_first_nodes_reason(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PREP-3, LEASE-10: `where=job` fails everywhere with one reason; a store that is not shared is told."""
+    (tmp_path / "control").mkdir()
+    config.data.kind, config.data.prepare.where = "text_files", "job"
+    found = ["k0"]
+
+    def build(run: Path, config: Config) -> str:
+        if found[0] == "bad":
+            raise OSError("no such corpus")
+        return found[0]
+
+    monkeypatch.setattr("src.launchers.node_data.build", build)
+    node.ensure_data(tmp_path, config, 0)
+    node.ensure_data(tmp_path, config, 1)
+    found[0] = "k1"
+    with pytest.raises(UserError, match="gives data k1, that of node 0 k0"):
+        node.ensure_data(tmp_path, config, 1)
+    found[0] = "bad"
+    for place in (0, 1):
+        with pytest.raises(UserError, match="OSError: no such corpus") as refused:
+            node.ensure_data(tmp_path, config, place)
+        assert refused.value.code == 4
+    config.data.prepare.where = "submit"
+    node.ensure_data(tmp_path, config, 0)
+
+
+def test_a_failed_build_is_not_tried_again_for_the_same_attempt(tmp_path: Path) -> None:
+    """LEASE-6, LEASE-7: others of the attempt end with the reason, another attempt does not."""
+    lease = tmp_path / "k.d" / "lease"
+    lease.parent.mkdir()
+    failures.check(lease, "sweep#1")
+    with pytest.raises(ValueError, match="broken"), failures.recorded(lease, "sweep#1"):
+        raise ValueError("broken")
+    with pytest.raises(UserError, match="ValueError: broken .*sweep#1") as refused:
+        failures.check(lease, "sweep#1")
+    assert refused.value.code == 4
+    for other in ("sweep#2", ""):
+        failures.check(lease, other)
+
+
+@pytest.mark.slow
+def test_no_secret_is_written_or_on_a_command_line(start: Start, tmp_path: Path) -> None:
+    """CFG-16, ENV-3: local runs, a sweep and its dry runs; files, output and all command lines meanwhile."""
+    words = ["seed=0,1", "mesh=ep2", "max_steps=1"]
+    with CommandLines() as lines:
+        started = [
+            start("sweeping", *words, **SECRETS),
+            start("sweeping", *words, "dry_run=true", **SECRETS),
+            start("sweeping", *words, "dry_run=true", "launcher=slurm", **SECRETS),
+        ]
+        said = [out(process) for process in started]
+    assert [code for code, _ in said] == [0, 0, 0], said
+    assert any("fake_worker" in line for line in lines.seen)
+    assert [named_in(text) for _, text in said] == [[], [], []]
+    assert found_in(tmp_path) == []
+    assert named_in("\n".join(lines.seen)) == []
+    (tmp_path / "leak").write_text(f"password: {SECRETS['HF_TOKEN']}")
+    assert len(found_in(tmp_path)) == 1
