@@ -1,4 +1,4 @@
-"""Secrets as a shell holds them, and a look for their values where anybody could read them (CFG-16, ENV-3)."""
+"""Secrets as a shell holds them, and a look for their values where anybody could read them (CFG-16)."""
 
 from __future__ import annotations
 

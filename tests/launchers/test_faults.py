@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from src.compose import compose, dump_config
+from src import runs
+from src.code_identity import code_record
+from src.compose import compose, dump_config, load_config
 from src.config import Config
 from src.errors import UserError
 from src.launchers import launch, node, storage
@@ -32,7 +33,7 @@ def config() -> Config:
     return compose(["data=synthetic", "platform=cpu"]).config
 
 
-def test_storage_that_vanishes_and_a_time_limit(start: Start, tmp_path: Path) -> None:
+def test_storage_that_vanishes_and_a_time_limit(start: Start, tmp_path: Path, checkout: Path) -> None:
     """RUN-6: a run whose directory is gone ends at once with one line, and can go on when it is back.
 
     AGENT-2: `launcher.time` ends a launch here as a scheduler would: saved, 75.
@@ -49,10 +50,11 @@ def test_storage_that_vanishes_and_a_time_limit(start: Start, tmp_path: Path) ->
     code, text = out(short)
     assert (code, status(tmp_path / "runs/two")["state"]) == (75, "stopped"), text
     assert "launcher.time=6s: saving" in text
-    shutil.move(tmp_path / "away", tmp_path / "runs")
-    at = int((tmp_path / "runs/lost/one/fake_step").read_text()) if (tmp_path / "runs/lost").exists() else 0
-    found = read_json(tmp_path / "runs/away/one/status.json") or status(tmp_path / "runs/lost/one")
-    assert (found["state"], at >= 0) == ("running", True)
+    (tmp_path / "away").rename(tmp_path / "lost")
+    assert status(tmp_path / "lost/one")["state"] == "running"
+    taken = runs.claim(load_config(tmp_path / "lost/one/config.yaml"), code_record(checkout), None)
+    assert (taken.attempt, taken.finished) == (2, False)
+    taken.release()
 
 
 def test_storage_that_hangs(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,25 +103,28 @@ def test_a_rank_that_is_still_importing_outlives_a_signal(number: int, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alone", [0, 1])
-def test_a_node_that_never_comes(config: Config, tmp_path: Path, alone: int) -> None:
+def test_a_node_that_never_comes(config: Config, tmp_path: Path) -> None:
     """RANK-1: an agent waits `launcher.timeout` for the others, names them, and ends with 6."""
-    for folder in ("control", "ranks"):
-        (tmp_path / folder).mkdir()
     config.mesh.ep, config.launcher.name, config.launcher.nodes = 2, "slurm", 2
     config.launcher.timeout = "1s"
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    code = (
-        "import sys, os; from pathlib import Path; from src.launchers import node; "
-        "from src.launchers.watch import Signals; "
-        f"os._exit(node.settle_node(Path(sys.argv[1]), node.Place({alone}, 2, '127.0.0.1', 77), Signals()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, capture_output=True)
-    assert done.returncode == 6, done.stderr
-    record = read_json(tmp_path / "control" / f"node.{alone}.json") or {}
-    assert (
-        f"nodes {1 - alone} did not come within launcher.timeout=1s; here are {alone} (" in record["message"]
-    )
+    started = {}
+    for alone in (0, 1):
+        run = tmp_path / str(alone)
+        for folder in ("control", "ranks"):
+            (run / folder).mkdir(parents=True)
+        (run / "config.yaml").write_text(dump_config(config))
+        code = (
+            "import sys, os; from pathlib import Path; from src.launchers import node; "
+            "from src.launchers.watch import Signals; "
+            f"place = node.Place({alone}, 2, '127.0.0.1', {77 + alone}); "
+            "os._exit(node.settle_node(Path(sys.argv[1]), place, Signals()))"
+        )
+        started[alone] = subprocess.Popen([sys.executable, "-c", code, str(run)])
+    for alone, process in started.items():
+        assert process.wait(60) == 6
+        record = read_json(tmp_path / str(alone) / "control" / f"node.{alone}.json") or {}
+        words = f"nodes {1 - alone} did not come within launcher.timeout=1s; here are {alone} ("
+        assert words in record["message"]
 
 
 def test_a_builder_that_dies_or_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +179,7 @@ def test_a_failed_build_is_not_tried_again_for_the_same_attempt(tmp_path: Path) 
     failures.check(lease, "sweep#1")
     with pytest.raises(ValueError, match="broken"), failures.recorded(lease, "sweep#1"):
         raise ValueError("broken")
-    with pytest.raises(UserError, match="ValueError: broken .*sweep#1") as refused:
+    with pytest.raises(UserError, match=r"ValueError: broken .*sweep#1") as refused:
         failures.check(lease, "sweep#1")
     assert refused.value.code == 4
     for other in ("sweep#2", ""):

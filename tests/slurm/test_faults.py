@@ -20,7 +20,6 @@ from src.records import read_json, read_steps
 from tests.slurm.conftest import Cluster, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(300)]
-STEPS = ("max_steps=80", "+env.FAKE_SLEEP=0.5/0.3/0.01")
 FOR_EVER = ("max_steps=9000", "+env.FAKE_SLEEP=0.1")
 
 
@@ -99,8 +98,8 @@ def sweep_words(cluster: Cluster) -> list[str]:
 def faulty(cluster: Cluster) -> Cluster:
     """Every case, started together."""
     limited = ("launcher.time=1m", "launcher.grace=50s", "launcher.max_requeues=3")
-    cluster.job("limit", *limited, "mesh=ep2", "launcher.nodes=2", *STEPS)
-    cluster.job("again", *STEPS, "launcher.partition=again")
+    cluster.job("limit", *limited, "mesh=ep2", "launcher.nodes=2", "max_steps=80", "+env.FAKE_SLEEP=0.6/0.01")
+    cluster.job("again", "max_steps=80", "+env.FAKE_SLEEP=0.5/0.3/0.01", "launcher.partition=again")
     cluster.job("gone", *FOR_EVER, "launcher.partition=gone")
     cluster.job("agent", *FOR_EVER, "mesh=ep2", "launcher.nodes=2", "+env.FAKE_PATIENCE=60")
     cluster.job("orphan", "max_steps=60", "+env.FAKE_SLEEP=0.1")
