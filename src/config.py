@@ -85,6 +85,8 @@ class LauncherConfig:
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
+    flags: str = ""
+    """The same as on its command line, in any spelling: `'launcher.flags="-pgpu --mem=8G --exclusive"'`."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
     wait: bool = True

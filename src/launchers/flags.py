@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,27 @@ OURS = {
     "wrap": "the script is ours",
 }
 """Flags that `launcher.extra` may not set, and what decides instead."""
+TYPED = "command line"
+"""Origin of what was typed."""
+BARE = (
+    "contiguous",
+    "exclusive",
+    "get-user-env",
+    "hold",
+    "nice",
+    "no-kill",
+    "no-requeue",
+    "overcommit",
+    "oversubscribe",
+    "propagate",
+    "quiet",
+    "reboot",
+    "requeue",
+    "spread-job",
+    "use-min-nodes",
+    "verbose",
+)
+"""Flags whose value, if they have one, stands behind `=` only: the next word is not theirs."""
 KEYS = ("partition", "account", "qos", "constraint", "exclude")
 """Keys of the launcher that are flags of the same name."""
 
@@ -61,6 +83,11 @@ class Flag:
     value: str
     """`true` for a flag without a value."""
     origin: str
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether it comes from the command line."""
+        return f"({TYPED})" in self.origin
 
     def __str__(self) -> str:
         return f"--{self.name}" if self.value == "true" else f"--{self.name}={self.value}"
@@ -103,18 +130,56 @@ def sbatch_flags(
             flags += [Flag(key, value, _from(key, value, overrides))]
     grace = durations.seconds(launcher.grace)
     flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
-    return _with_extra(flags, launcher.extra, overrides)
+    extra = [(f"extra.{key}", long_name(key), value) for key, value in launcher.extra.items()]
+    typed = [("flags", name, value) for name, value in parse_words(launcher.flags).items()]
+    return _with_extra(flags, extra + typed, overrides)
 
 
-def _with_extra(flags: list[Flag], extra: dict[str, str], overrides: Sequence[str]) -> list[Flag]:
+def _with_extra(
+    flags: list[Flag], extra: Sequence[tuple[str, str, str]], overrides: Sequence[str]
+) -> list[Flag]:
+    """Each flag once: what was typed goes before what a file says, and the last before the first.
+
+    `extra` has the key below `launcher`, the flag's long name and its value.
+    """
     merged = {flag.name: flag for flag in flags}
-    for key, value in extra.items():
-        name = long_name(key)
-        if name in OURS:
-            message = f"--{name}={value} is decided elsewhere: {OURS[name]}"
-            raise UserError([Problem(f"launcher.extra.{key}", message, "leave it out of extra", "FLAG")])
-        merged[name] = Flag(name, value, _from(f"extra.{key}", value, overrides))
+    for key, name, value in extra:
+        before, flag = merged.get(name), Flag(name, value, _from(key, value, overrides))
+        if name in OURS and (before is None or before.value != value):
+            other = f", {before} ({before.origin}) contradicts it" if before is not None else ""
+            message = f"{flag} is decided elsewhere: {OURS[name]}{other}"
+            raise UserError([Problem(f"launcher.{key}", message, "leave it out", "FLAG")])
+        if before is None or not before.is_typed or flag.is_typed:
+            merged[name] = flag
     return list(merged.values())
+
+
+def parse_words(text: str) -> dict[str, str]:
+    """Flags by long name: `-N 2`, `-N2`, `--nodes 2` and `--nodes=2` are one, the last of a name decides.
+
+    Letters are not split where several stand together, `--` ends, `true` is the value of a bare flag.
+
+    Raises:
+        UserError: a word that is no flag, a letter that is not in the table, or an open quotation mark (2).
+    """
+    found: dict[str, str] = {}
+    try:
+        rest = shlex.split(text)
+    except ValueError as error:
+        problem = Problem("launcher.flags", f"{text!r}: {error}", "close the quotation mark", "FLAG")
+        raise UserError([problem]) from error
+    while rest and (word := rest.pop(0)) != "--":
+        name, equals, value = word[2:].partition("=")
+        if not word.startswith("--"):
+            name, equals, value = SHORT.get(word[1:2], ""), word[2:], word[2:]
+        if not word.startswith("-") or not name:
+            fix = "write its long form, --NAME=VALUE"
+            raise UserError([Problem("launcher.flags", f"{word!r} is no flag of sbatch", fix, "FLAG")])
+        if not equals and name not in BARE and rest and not rest[0].startswith("-"):
+            equals = value = rest.pop(0)
+        found.pop(name, None)
+        found[name] = value if equals else "true"
+    return found
 
 
 def long_name(key: str) -> str:
@@ -128,4 +193,4 @@ def _from(key: str, value: object, overrides: Sequence[str], derived: str = "") 
     if value is None:
         return derived
     typed = any(text.lstrip("+").startswith(f"launcher.{key}=") for text in overrides)
-    return f"launcher.{key} ({'command line' if typed else 'site file or group'})"
+    return f"launcher.{key} ({TYPED if typed else 'site file or group'})"

@@ -21,6 +21,9 @@ from src.launchers.scheduler import outside_of_jobs
 
 NAMED = set(inspect.signature(slurm._make_sbatch_string).parameters)
 """Parameters that submitit has a name for; any other flag is an additional one."""
+UNMOVED = """/bin/sh -c 'trap "" TERM USR1 USR2; exec "$0" "$@"'"""
+"""Before the agent's interpreter: a warning that comes while it imports must not end it. What it misses so,
+its own clock makes good (`watch.time_left`), and whoever preempts or cancels kills."""
 NUMBERS = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node")
 
 
@@ -54,7 +57,7 @@ def executor(
         code: the snapshot that jobs import.
         side_by_side: most tasks of an array that run at the same time; None for no limit.
     """
-    made = Executor(folder, max_num_timeout=0)
+    made = Executor(folder, max_num_timeout=0, python=f"{UNMOVED} {shlex.quote(sys.executable)}")
     named = {flag.name.replace("-", "_"): flag for flag in flags}
     parameters: dict[str, Any] = {"time": None, "wckey": None, "stderr_to_stdout": True}
     parameters |= {name: parameter(name, flag) for name, flag in named.items() if name in NAMED}

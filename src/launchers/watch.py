@@ -18,6 +18,7 @@ from src.launchers.console import Console
 from src.launchers.outcome import error_records, first_record, has_failed
 from src.launchers.ranks import Ranks, send
 from src.records import LineReader
+from src.status import read_status
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK = 0.1
@@ -125,11 +126,18 @@ class Screen:
                 self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
 
 
-def time_left(config: Config) -> float:
-    """Seconds until a launch here has to begin to save; a scheduler keeps its jobs' time itself."""
-    if config.launcher.time is None or config.launcher.name in ("slurm", "spur"):
+def time_left(run: Path, config: Config) -> float:
+    """Seconds until the attempt has to begin to save, by `launcher.time` and our own clock (AGENT-2).
+
+    A scheduler's limit is in whole minutes; its warning may be missed, or not be given.
+    """
+    if config.launcher.time is None:
         return float("inf")
-    return seconds(config.launcher.time) - seconds(config.launcher.grace)
+    limit = seconds(config.launcher.time)
+    if config.launcher.name in ("slurm", "spur"):
+        limit = 60 * -(-limit // 60)
+    started = float((read_status(run) or {}).get("started") or time.time())
+    return limit - seconds(config.launcher.grace) - max(0.0, time.time() - started)
 
 
 class Watcher:
@@ -140,7 +148,7 @@ class Watcher:
     ) -> None:
         self._run, self._config = run, config
         self._console, self._signals, self._screen = console, signals, screen
-        self._deadline = time.monotonic() + time_left(config)
+        self._deadline = time.monotonic() + time_left(run, config)
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False

@@ -17,11 +17,11 @@ SECRETS = {
 
 
 def found_in(root: Path) -> list[str]:
-    """Files below `root` with the name of the secret that each holds."""
+    """Files below `root` with the name of the secret that each holds, but for copies of this code."""
     return [
         f"{path}: {name}"
         for path in root.rglob("*")
-        if path.is_file() and not path.is_symlink()
+        if path.is_file() and not path.is_symlink() and ".code" not in path.parts
         for name, value in SECRETS.items()
         if value.encode() in path.read_bytes()
     ]
@@ -41,7 +41,7 @@ class CommandLines:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(0.1):
             for path in Path("/proc").glob("[0-9]*/cmdline"):
                 with suppress(OSError):
                     self.seen.add(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from src.errors import UserError
 from src.launchers import launch, node, storage
 from src.launchers.node_data import LEASE, WORD, await_word
 from src.launchers.ranks import rank_command
-from src.launchers.watch import Signals
+from src.launchers.watch import Signals, time_left
 from src.records import read_json, write_json
+from src.status import Status
 from src.trainer.data import failures
 from src.trainer.data.lease import Lease
 from tests.launchers.conftest import Start
@@ -66,7 +68,7 @@ def test_storage_that_hangs(config: Config, monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(storage.os.path, "exists", exists)
     monkeypatch.setattr(storage, "PATIENCE", 0.2)
-    config.paths.runs = str(tmp_path)
+    config = replace(config, paths=replace(config.paths, runs=str(tmp_path)))
     began = time.monotonic()
     with pytest.raises(UserError, match=r"paths\.runs: .* has not answered") as refused:
         storage.check_storage(config)
@@ -84,6 +86,15 @@ def test_a_scheduler_signals_several_times_and_kills_by_itself() -> None:
         assert not signals.insist
         signals.came += [signal.SIGTERM, signal.SIGTERM]
         assert signals.insist == (not scheduled)
+
+
+def test_an_attempt_keeps_its_own_time(config: Config, tmp_path: Path) -> None:
+    """AGENT-2, SUB-4: from the attempt's own start, in whole minutes where a scheduler limits it."""
+    Status("running", 1, "", started=time.time() - 10).write(tmp_path)
+    assert time_left(tmp_path, config) == float("inf")
+    config = replace(config, launcher=replace(config.launcher, time="90s", grace="30s"))
+    assert 49 < time_left(tmp_path, config) <= 50
+    assert 79 < time_left(tmp_path, replace(config, launcher=replace(config.launcher, name="slurm"))) <= 80
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM])
@@ -105,8 +116,8 @@ def test_a_rank_that_is_still_importing_outlives_a_signal(number: int, tmp_path:
 @pytest.mark.slow
 def test_a_node_that_never_comes(config: Config, tmp_path: Path) -> None:
     """RANK-1: an agent waits `launcher.timeout` for the others, names them, and ends with 6."""
-    config.mesh.ep, config.launcher.name, config.launcher.nodes = 2, "slurm", 2
-    config.launcher.timeout = "1s"
+    launcher = replace(config.launcher, name="slurm", nodes=2, timeout="1s")
+    config = replace(config, mesh=replace(config.mesh, ep=2, spec="ep2"), launcher=launcher)
     started = {}
     for alone in (0, 1):
         run = tmp_path / str(alone)
@@ -149,7 +160,8 @@ def test_each_node_ends_with_the_first_nodes_reason(
 ) -> None:
     """PREP-3, LEASE-10: `where=job` fails everywhere with one reason; a store that is not shared is told."""
     (tmp_path / "control").mkdir()
-    config.data.kind, config.data.prepare.where = "text_files", "job"
+    data = replace(config.data, kind="text_files", prepare=replace(config.data.prepare, where="job"))
+    config = replace(config, data=data)
     found = ["k0"]
 
     def build(run: Path, config: Config) -> str:
@@ -168,7 +180,7 @@ def test_each_node_ends_with_the_first_nodes_reason(
         with pytest.raises(UserError, match="OSError: no such corpus") as refused:
             node.ensure_data(tmp_path, config, place)
         assert refused.value.code == 4
-    config.data.prepare.where = "submit"
+    data.prepare.where = "submit"
     node.ensure_data(tmp_path, config, 0)
 
 
@@ -189,7 +201,7 @@ def test_a_failed_build_is_not_tried_again_for_the_same_attempt(tmp_path: Path) 
 @pytest.mark.slow
 def test_no_secret_is_written_or_on_a_command_line(start: Start, tmp_path: Path) -> None:
     """CFG-16, ENV-3: local runs, a sweep and its dry runs; files, output and all command lines meanwhile."""
-    words = ["seed=0,1", "mesh=ep2", "max_steps=1"]
+    words = ["seed=0", "mesh=ep2", "max_steps=1"]
     with CommandLines() as lines:
         started = [
             start("sweeping", *words, **SECRETS),

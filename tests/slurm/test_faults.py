@@ -77,6 +77,14 @@ def lose_nodes(cluster: Cluster) -> None:
     restart(cluster, "again", held=10)  # Until the node is rid of what ran there; it comes back by itself.
 
 
+def keep_going(cluster: Cluster) -> None:
+    """Spare the job with a time limit its waits, as often as it needs several attempts."""
+    while cluster.started["limit"].poll() is None:
+        if cluster.status("limit").get("state") == "queued" and step_of(cluster, "limit"):
+            restart(cluster, "limit")
+        time.sleep(0.5)
+
+
 def kill(cluster: Cluster) -> None:
     """End an agent, and a launching process, as the kernel would."""
     wait_for(lambda: step_of(cluster, "agent"), 90)
@@ -97,14 +105,14 @@ def sweep_words(cluster: Cluster) -> list[str]:
 @pytest.fixture(scope="module")
 def faulty(cluster: Cluster) -> Cluster:
     """Every case, started together."""
-    limited = ("launcher.time=1m", "launcher.grace=50s", "launcher.max_requeues=3")
+    limited = ("launcher.time=1m", "launcher.grace=35s", "launcher.max_requeues=3")
     cluster.job("limit", *limited, "mesh=ep2", "launcher.nodes=2", "max_steps=80", "+env.FAKE_SLEEP=0.6/0.01")
     cluster.job("again", "max_steps=80", "+env.FAKE_SLEEP=0.5/0.3/0.01", "launcher.partition=again")
     cluster.job("gone", *FOR_EVER, "launcher.partition=gone")
     cluster.job("agent", *FOR_EVER, "mesh=ep2", "launcher.nodes=2", "+env.FAKE_PATIENCE=60")
     cluster.job("orphan", "max_steps=60", "+env.FAKE_SLEEP=0.1")
     cluster.start("unbuilt", *sweep_words(cluster))
-    works = (lose_nodes, kill, lambda cluster: restart(cluster, "limit"))
+    works = (lose_nodes, kill, keep_going)
     threads = [threading.Thread(target=work, args=(cluster,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
