@@ -79,10 +79,14 @@ def lose_nodes(cluster: Cluster) -> None:
 
 def keep_going(cluster: Cluster) -> None:
     """Spare the job with a time limit its waits, as often as it needs several attempts."""
-    while cluster.started["limit"].poll() is None:
-        if cluster.status("limit").get("state") == "queued" and step_of(cluster, "limit"):
+    over = cluster.started["limit"].poll
+    wait_for(lambda: step_of(cluster, "limit"), 90)
+    while over() is None:
+        before = attempt_of(cluster, "limit")
+        wait_for(lambda: cluster.status("limit").get("state") == "queued" or over() is not None, 90)
+        if over() is None:
             restart(cluster, "limit")
-        time.sleep(0.5)
+            wait_for(lambda before=before: attempt_of(cluster, "limit") > before or over() is not None, 90)
 
 
 def kill(cluster: Cluster) -> None:
@@ -105,7 +109,7 @@ def sweep_words(cluster: Cluster) -> list[str]:
 @pytest.fixture(scope="module")
 def faulty(cluster: Cluster) -> Cluster:
     """Every case, started together."""
-    limited = ("launcher.time=1m", "launcher.grace=35s", "launcher.max_requeues=3")
+    limited = ("launcher.time=2m", "launcher.grace=95s", "launcher.max_requeues=3")
     cluster.job("limit", *limited, "mesh=ep2", "launcher.nodes=2", "max_steps=80", "+env.FAKE_SLEEP=0.6/0.01")
     cluster.job("again", "max_steps=80", "+env.FAKE_SLEEP=0.5/0.3/0.01", "launcher.partition=again")
     cluster.job("gone", *FOR_EVER, "launcher.partition=gone")
