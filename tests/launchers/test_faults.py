@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from src import runs
-from src.code_identity import code_record
+from src.code_identity import CHECKOUT, code_record
 from src.compose import compose, dump_config, load_config
 from src.config import Config
 from src.errors import UserError
@@ -21,13 +22,14 @@ from src.launchers import launch, node, storage
 from src.launchers.node_data import LEASE, WORD, await_word
 from src.launchers.ranks import rank_command
 from src.launchers.watch import Signals, time_left
-from src.records import read_json, write_json
+from src.records import read_json, read_steps, write_json
 from src.status import Status
 from src.trainer.data import failures
 from src.trainer.data.lease import Lease
 from tests.launchers.conftest import Start
 from tests.launchers.secrets import SECRETS, CommandLines, found_in, named_in
 from tests.launchers.test_launch import out, status, wait_for
+from tests.slurm.conftest import TINY
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +138,24 @@ def test_a_node_that_never_comes(config: Config, tmp_path: Path) -> None:
         record = read_json(tmp_path / str(alone) / "control" / f"node.{alone}.json") or {}
         words = f"nodes {1 - alone} did not come within launcher.timeout=1s; here are {alone} ("
         assert words in record["message"]
+
+
+@pytest.mark.slow
+def test_one_signalled_rank_stops_all(tmp_path: Path) -> None:
+    """AGENT-2: a signal to one rank of two: both save after the same step and leave, the run ends with 75."""
+    words = [*TINY, "max_steps=5000", "mesh=ep2", "platform=cpu", f"paths.runs={tmp_path}", "run_name=one"]
+    command = [sys.executable, "train.py", *words, "checkpoint.every=4000"]
+    process = subprocess.Popen(
+        command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    run = tmp_path / "one"
+    wait_for(lambda: len(read_steps(run / "metrics.jsonl")) > 3 or process.poll() is not None, 90)
+    log = (run / "ranks" / "rank_00001.log").read_text()
+    os.kill(int(log.split()[3]), signal.SIGUSR1)
+    code, text = out(process)
+    assert (code, status(run)["state"]) == (75, "stopped"), text
+    (saved,) = (run / "checkpoints").glob("step-*")
+    assert int(saved.name.partition("-")[2]) == status(run)["last_step"] < 4000
 
 
 def test_a_builder_that_dies_or_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

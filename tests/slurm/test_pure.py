@@ -245,6 +245,8 @@ def test_squeue_lines() -> None:
     """SLURM-2: ids of arrays, reasons with blanks; other lines are none."""
     found = read_squeue("12_0|RUNNING|None\n13|PENDING|Nodes required, DOWN\nslurm_load_jobs error\n")
     assert found == {"12_0": Seen("RUNNING", "None"), "13": Seen("PENDING", "Nodes required, DOWN")}
+    held = read_squeue("14|PENDING|launch failed requeued held\n15|PENDING|JobHeldUser\n")
+    assert [seen.is_alive for seen in held.values()] == [False, True]
 
 
 def test_variables_of_an_outer_job_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
