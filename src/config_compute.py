@@ -93,8 +93,6 @@ class KernelsConfig:
     """One implementation of the order of rows by expert by name."""
     permute: str | None = None
     """One implementation of copies of tokens into rows by name."""
-    unpermute: str | None = None
-    """One implementation of rows back in the order of tokens by name."""
     combine: str | None = None
     """One implementation of the weighted sum of a token's rows by name."""
     swiglu: str | None = None

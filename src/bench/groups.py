@@ -18,7 +18,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|attention|attn|sdpa|compute_dot_do_o|convert_dq|_cos_|_sin_|rope"),
     ("experts", r"group(ed)?_?(mm|gemm|problem)|swiglu|silu|expert|tail_kernel"),
     ("head", r"cross_entropy|logsumexp|log_softmax|nll_loss|ce_chunk"),
-    ("permute", r"permute|combine|index_?select|index_?put|indexing|gather|scatter|::index"),
+    ("permute", r"permute|combine|spread|index_?select|index_?put|indexing|gather|scatter|::index"),
     ("routing", r"top_?k|sort|radix|bincount|histogram|cumsum|scan|rout|softmax|sgemm|gemm_f32f32_f32f32"),
     ("dense", r"gemm|nvjet|cutlass|cublas|xmma|split_?k|wgmma|gemv|::(add|b)?mm\b|::linear|matmul"),
     ("norms", r"rms|layer_?norm|rsqrt|norm"),

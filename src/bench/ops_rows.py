@@ -68,7 +68,7 @@ def norm(shape: Shape, where: Place) -> Operation:
         return {"x": x_TD.requires_grad_(), "gain": where.leaf(shape.width), "grad": grad_TD}
 
     def call(function: Callable[..., Any], inputs: Inputs) -> Any:
-        return function(inputs["x"], inputs["gain"], 1e-6)
+        return function(inputs["x"], inputs["gain"], 1e-6)[0]
 
     return Operation("rms_norm", call, make, 2 * part, 3 * part, ("x", "gain"))
 
@@ -128,33 +128,34 @@ def _ids(shape: Shape, where: Place) -> Tensor:
 
 
 def expert_rows(shape: Shape, where: Place) -> list[Operation]:
-    """Copies into rows and back, the activation between the products, and the weighted sum."""
+    """Copies into rows, the activation between the products, and the weighted sum."""
     size, T, N, D, K = where.dtype.itemsize, shape.tokens, shape.rows, shape.width, shape.top_k
     outer, tokens, places = N * D * size, T * D * size, N * WIDE
     ops = where.ops()
 
-    def make(grad: tuple[int, ...], count: int) -> Inputs:
+    def order() -> Inputs:
         order = ops.sort_by_expert(_ids(shape, where), shape.experts)
-        return {"x": where.leaf(count, D), "order": order, "grad": where.normal(*grad)}
+        return {"tokens": order.row_slot_N // K, "slots": order.slot_row_N.view(T, K)}
+
+    def make() -> Inputs:
+        return order() | {"x": where.leaf(T, D), "grad": where.normal(N, D)}
 
     def summed() -> Inputs:
         weights_TK = where.normal(T, K, dtype=torch.float32).softmax(-1).requires_grad_()
-        y_TKD, residual_TD, grad_TD = where.leaf(T, K, D), where.leaf(T, D), where.normal(T, D)
-        return {"y": y_TKD, "weights": weights_TK, "residual": residual_TD, "grad": grad_TD}
+        y_ND, residual_TD, grad_TD = where.leaf(N, D), where.leaf(T, D), where.normal(T, D)
+        return order() | {"y": y_ND, "weights": weights_TK, "residual": residual_TD, "grad": grad_TD}
 
     def move(function: Callable[..., Any], inputs: Inputs) -> Any:
-        order = inputs["order"]
-        return function(inputs["x"], order.row_slot_N, order.slot_row_N, K)
+        return function(inputs["x"], inputs["tokens"], inputs["slots"])
 
     def combine(function: Callable[..., Any], inputs: Inputs) -> Any:
-        return function(inputs["y"], inputs["weights"], inputs["residual"])
+        return function(*(inputs[name] for name in ("y", "slots", "weights", "residual")))
 
-    copied, back = tokens + outer + places, 2 * outer + places
-    sums = (2 * tokens + outer + places, tokens + 2 * outer + 2 * places)
+    copied = tokens + outer + places
+    sums = (2 * tokens + outer + 2 * places, tokens + 2 * outer + 3 * places)
     return [
-        Operation("permute", move, partial(make, (N, D), T), copied, copied, ("x",)),
+        Operation("permute", move, make, copied, copied, ("x",)),
         *activation(shape, where),
-        Operation("unpermute", move, partial(make, (T, K, D), N), back, back, ("x",)),
         Operation("combine", combine, summed, *sums, ("y", "weights", "residual")),
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from src.kernels.blocks import power_of_two
 from src.kernels.declaration import EAGER, Implementation
 
 CHUNK, BLOCK = 65536, 4096
@@ -36,7 +37,7 @@ def triton_square_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     at = 0
     for (key, group), count in zip(groups.items(), counts, strict=True):
         grad_norm_chunks_kernel[(count,)](
-            _table(group), group[0], sums[at:], TENSORS=_size(len(group)), ALIGNED=key[1], CHUNK=CHUNK,
+            _table(group), group[0], sums[at:], TENSORS=power_of_two(len(group)), ALIGNED=key[1], CHUNK=CHUNK,
             BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         at += count
@@ -53,17 +54,12 @@ def _chunks(tensor: Tensor) -> int:
     return (tensor.numel() + CHUNK - 1) // CHUNK
 
 
-def _size(count: int) -> int:
-    """The power of two at which a table of so many tensors ends."""
-    return 1 << (count - 1).bit_length()
-
-
 def _table(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [3, a power of two]: first chunk, address and elements; beyond the tensors nothing begins."""
     firsts = [0]
     for tensor in tensors:
         firsts.append(firsts[-1] + _chunks(tensor))
-    rest = _size(len(tensors)) - len(tensors)
+    rest = power_of_two(len(tensors)) - len(tensors)
     columns = [(f, t.data_ptr(), t.numel()) for f, t in zip(firsts, tensors, strict=False)]
     table = torch.tensor(columns + [(firsts[-1], 0, 0)] * rest, dtype=torch.int64).T.contiguous()
     if tensors[0].device.type == "cuda":  # From memory that is not pinned a copy waits for the step before.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from src.kernels import rope
+from src.kernels.blocks import power_of_two
 from src.kernels.declaration import EAGER, Implementation
 from src.kernels.opaque import opaque
 
@@ -42,7 +43,7 @@ def _sizes(q_BSHC: Tensor, v_BSHU: Tensor, rope: int) -> dict[str, int]:
     H, U = v_BSHU.shape[2:]
     widths = {"H": H, "NOPE": q_BSHC.shape[-1] - rope, "ROPE": rope, "VALUE": U}
     blocks = {"BLOCK_H": H, "BLOCK_N": widths["NOPE"], "BLOCK_P": rope // 2, "BLOCK_V": U}
-    return widths | {name: 1 << max(0, size - 1).bit_length() for name, size in blocks.items()}
+    return widths | {name: power_of_two(size) for name, size in blocks.items()}
 
 
 def _forward(q_BSHC: Tensor, kv_BSHX: Tensor, k_BSR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Heads:

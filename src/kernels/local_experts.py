@@ -18,7 +18,7 @@ from src.kernels.declaration import EAGER, Implementation
 from src.kernels.grouped_mm import aligned, grouped_mm
 from src.kernels.grouped_quack import PACKAGES
 from src.kernels.opaque import opaque
-from src.kernels.permute import permute, unpermute
+from src.kernels.permute import permute
 from src.kernels.sort_by_expert import Order
 from src.kernels.swiglu import swiglu
 
@@ -38,10 +38,11 @@ def local_experts(
     `order` is that of `sort_by_expert`. A model for which this is chosen computes its stages one by one, as
     meshes do; here they stand together to compare with. DeepSeekMoE (arXiv 2401.06066, eq. 3 to 5).
     """
-    slots, top_k = (order.row_slot_N, order.slot_row_N), weights_TK.shape[1]
-    gate_up_N2F = grouped_mm(permute(tokens_TD, *slots, top_k), gate_up_E2FD, order.offs_E)
+    slot_row_TK = order.slot_row_N.view(weights_TK.shape)
+    rows_ND = permute(tokens_TD, order.row_slot_N // weights_TK.shape[1], slot_row_TK)
+    gate_up_N2F = grouped_mm(rows_ND, gate_up_E2FD, order.offs_E)
     rows_ND = grouped_mm(swiglu(gate_up_N2F), down_EDF, order.offs_E)
-    return combine(unpermute(rows_ND, *slots, top_k), weights_TK, residual_TD)
+    return combine(rows_ND, slot_row_TK, weights_TK, residual_TD)
 
 
 _forward = opaque(

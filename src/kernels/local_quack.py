@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from src.kernels.gather_sum import gather_sum
 from src.kernels.grouped_quack import bounds, config, product
+from src.kernels.rows import gather_sum
 
 GATED, UNGATED = 192, 128
 """Columns of a tile of the product with an activation, and with its gradient, which spills above (LOG.md)."""
@@ -36,7 +36,8 @@ def forward(
         concat_layout=("B",), config=config(GATED), tuned=False,
     )  # fmt: skip
     product(inner_NF, down_EDF.transpose(1, 2), rows_ND, cu_seqlens_m=ends)
-    return gather_sum(rows_ND, slot_row_N, weights_TK, residual_TD), pairs_N2F
+    out_TD = gather_sum(rows_ND, slot_row_N.view(weights_TK.shape), weights_TK, residual_TD)
+    return out_TD, pairs_N2F
 
 
 def backward(
@@ -67,7 +68,8 @@ def backward(
     product(dpairs_N2F.T, rows_ND, dgate_up_E2FD, cu_seqlens_k=ends, concat_layout=("out",))
     product(dpairs_N2F, gate_up_E2FD, rows_ND, cu_seqlens_m=ends, concat_layout=("B",))
     dweights_TK = dweight_N.index_select(0, slot_row_N).view(weights_TK.shape).to(weights_TK.dtype)
-    return gather_sum(rows_ND, slot_row_N, weights_TK, None), dweights_TK, dgate_up_E2FD, ddown_EDF
+    dtokens_TD = gather_sum(rows_ND, slot_row_N.view(weights_TK.shape), None, None)
+    return dtokens_TD, dweights_TK, dgate_up_E2FD, ddown_EDF
 
 
 def forward_shapes(

@@ -1,6 +1,6 @@
-"""Copies of tokens into rows grouped by expert, and back (OP-6).
+"""Copies of tokens into rows, and the sum of a token's rows that is their gradient (OP-6).
 
-Each backward is a gather by the inverse order: no atomics, so two runs are bitwise equal on any device.
+The backward gathers by the inverse order: no atomics, so two runs are bitwise equal on any device.
 """
 
 from __future__ import annotations
@@ -11,48 +11,68 @@ import torch
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, Implementation
+from src.kernels.dtypes import widen
+from src.kernels.rows import gather_sum, spread
+
+Gradients = tuple[Tensor, None, None]
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, row_slot_N: Tensor, slot_row_N: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(slot_row_N)
-        ctx.top_k = top_k
-        return x_TD.index_select(0, row_slot_N // top_k)
+    def forward(ctx: Any, x_TD: Tensor, row_token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_row_TK)
+        return x_TD.index_select(0, row_token_N)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (slot_row_N,) = ctx.saved_tensors
-        dy_SD = grads[0].index_select(0, slot_row_N)
-        dy_TKD = dy_SD.view(dy_SD.shape[0] // ctx.top_k, ctx.top_k, dy_SD.shape[1])
-        return dy_TKD.sum(1), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        (slot_row_TK,), (dy_ND,) = ctx.saved_tensors, grads
+        if slot_row_TK.numel() != dy_ND.shape[0]:  # Some slots have no row: one of zeros.
+            dy_ND = torch.cat((dy_ND, dy_ND.new_zeros(1, dy_ND.shape[1])))
+        first_T, *others = slot_row_TK.unbind(1)
+        total_TD = widen(dy_ND.index_select(0, first_T))
+        for row_T in others:
+            total_TD = total_TD + dy_ND.index_select(0, row_T)
+        return total_TD.to(dy_ND.dtype), None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _TritonPermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, row_slot_N: Tensor, slot_row_N: Tensor) -> Tensor:
-        ctx.save_for_backward(row_slot_N)
-        return y_ND.index_select(0, slot_row_N)
+    def forward(ctx: Any, x_TD: Tensor, row_token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_row_TK)
+        rows_ND: Tensor = spread(x_TD, row_token_N, slot_row_TK)
+        return rows_ND
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (row_slot_N,) = ctx.saved_tensors
-        return grads[0].index_select(0, row_slot_N), None, None
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        return gather_sum(grads[0], *ctx.saved_tensors, None, None), None, None
 
 
-def permute(x_TD: Tensor, row_slot_N: Tensor, slot_row_N: Tensor, top_k: int) -> Tensor:
-    """Rows [N,D]: row r is the token of slot `row_slot_N[r]` (token = slot // K). N = T·K."""
-    out: Tensor = _Permute.apply(x_TD, row_slot_N, slot_row_N, top_k)  # type: ignore[no-untyped-call]
+def permute(x_TD: Tensor, row_token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+    """Rows [N,D]: row r is token `row_token_N[r]`.
+
+    `slot_row_TK` is the inverse: the rows of each token, all of them, where N stands for none; a token's
+    gradient is their sum, k ascending, in fp32 at least. Both are int32 or int64.
+    """
+    out: Tensor = _Permute.apply(x_TD, row_token_N, slot_row_TK)  # type: ignore[no-untyped-call]
     return out
 
 
-def unpermute(y_ND: Tensor, row_slot_N: Tensor, slot_row_N: Tensor, top_k: int) -> Tensor:
-    """The K rows of each token, [T,K,D]: the inverse order of `permute`, without the sum over k."""
-    out: Tensor = _Unpermute.apply(y_ND, row_slot_N, slot_row_N)  # type: ignore[no-untyped-call]
-    return out.view(y_ND.shape[0] // top_k, top_k, y_ND.shape[1])
+def triton_permute(x_TD: Tensor, row_token_N: Tensor, slot_row_TK: Tensor) -> Tensor:
+    """`permute` that reads a token once; its backward adds rows up where they lie."""
+    out: Tensor = _TritonPermute.apply(x_TD, row_token_N, slot_row_TK)  # type: ignore[no-untyped-call]
+    return out
 
 
-IMPLEMENTATIONS = (Implementation("permute", EAGER, permute, deterministic=(True, True), saves="slot_row"),)
-INVERSE_IMPLEMENTATIONS = (
-    Implementation("unpermute", EAGER, unpermute, deterministic=(True, True), saves="row_slot"),
+IMPLEMENTATIONS = (
+    Implementation("permute", EAGER, permute, deterministic=(True, True), saves="slot_row"),
+    Implementation(
+        "permute",
+        "triton",
+        triton_permute,
+        source="triton",
+        deterministic=(True, True),
+        saves="slot_row",
+        devices=frozenset({"cuda", "rocm"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    ),
 )

@@ -45,7 +45,6 @@ class Ops:
     route: Callable[..., Any]
     sort_by_expert: Callable[..., Any]
     permute: Callable[..., Any]
-    unpermute: Callable[..., Any]
     combine: Callable[..., Any]
     local_experts: Callable[..., Any]
     swiglu: Callable[..., Any]
@@ -86,6 +85,11 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "attention": ("sdpa_cudnn", "sdpa_efficient"),
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
         "local_experts": ("quack",),
+        "route": ("triton",),
+        "sort_by_expert": ("triton",),
+        "permute": ("triton",),
+        "combine": ("triton",),
+        "expert_bias": ("triton",),
         "rope": ("real",),
         "rotary_heads": ("triton", "real"),
         "latent_heads": ("triton", "real"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from src.kernels import rope
+from src.kernels.blocks import power_of_two
 from src.kernels.declaration import EAGER, Implementation
 from src.kernels.opaque import opaque
 from src.kernels.rms_norm import rms_norm
@@ -35,7 +36,7 @@ def rotary_heads(
     (ATT-4); without them nothing is normed. `turn` is the rotation.
     """
     if gains is not None:
-        q_BSHC, k_BSGC = rms_norm(q_BSHC, gains[0], eps), rms_norm(k_BSGC, gains[1], eps)
+        q_BSHC, k_BSGC = rms_norm(q_BSHC, gains[0], eps)[0], rms_norm(k_BSGC, gains[1], eps)[0]
     q_BSHC = turn(q_BSHC, cos_BSR, sin_BSR, interleaved=False)
     return q_BSHC, turn(k_BSGC, cos_BSR, sin_BSR, interleaved=False)
 
@@ -85,7 +86,7 @@ def _backward_shapes(
 def _sizes(x_BSHC: Tensor) -> dict[str, int]:
     """Constants of the kernels: heads and half a head's width, and the powers of two that hold them."""
     sizes = {"H": x_BSHC.shape[2], "HALF": x_BSHC.shape[3] // 2}
-    return sizes | {f"BLOCK_{name}": 1 << max(0, size - 1).bit_length() for name, size in sizes.items()}
+    return sizes | {f"BLOCK_{name}": power_of_two(size) for name, size in sizes.items()}
 
 
 _rotate = opaque(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, Implementation
+from src.kernels.route_triton import Route
 
 
 class Routed(NamedTuple):
@@ -90,4 +91,36 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return torch.cat(found, -1)
 
 
-IMPLEMENTATIONS = (Implementation("route", EAGER, route, deterministic=(True, True), saves="scores, ids"),)
+def triton_route(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    groups: int,
+    groups_kept: int,
+    renormalise: bool,
+    scale: float,
+    scoring: str = "softmax",
+    bias_E: Tensor | None = None,
+    ids_TK: Tensor | None = None,
+) -> Routed:
+    """`route` in a pass over the logits, and one back by the closed form."""
+    of_chosen = scoring == "softmax_of_chosen"
+    assert not (of_chosen and groups_kept < groups), "logits of other groups cannot count as 0"
+    choice, weighing = (top_k, groups, groups_kept), (of_chosen, renormalise, scale)
+    chosen: Routed = Routed(*Route.apply(logits_TE, choice, weighing, bias_E, ids_TK))  # type: ignore[no-untyped-call]
+    return chosen if ids_TK is None else chosen._replace(ids_TK=ids_TK)
+
+
+IMPLEMENTATIONS = (
+    Implementation("route", EAGER, route, deterministic=(True, True), saves="scores, ids"),
+    Implementation(
+        "route",
+        "triton",
+        triton_route,
+        source="triton",
+        deterministic=(True, True),
+        saves="scores, ids, weights",
+        devices=frozenset({"cuda", "rocm"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    ),
+)

@@ -34,7 +34,6 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "route": route.IMPLEMENTATIONS,
     "sort_by_expert": sort_by_expert.IMPLEMENTATIONS,
     "permute": permute.IMPLEMENTATIONS,
-    "unpermute": permute.INVERSE_IMPLEMENTATIONS,
     "combine": combine.IMPLEMENTATIONS,
     "local_experts": local_experts.IMPLEMENTATIONS,
     "swiglu": swiglu.IMPLEMENTATIONS,

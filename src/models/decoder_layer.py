@@ -103,8 +103,8 @@ class DecoderLayer(nn.Module):
 
     def attend(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Routing | None, Carry]:
         """Stage 1: attention, the shared experts and the choice of experts."""
-        residual_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), batch)
-        tokens_TD = self.post_attention_layernorm(residual_TD)
+        attended_TD = self.self_attn(self.input_layernorm(hidden_TD), batch)
+        tokens_TD, residual_TD = self.post_attention_layernorm.join(attended_TD, hidden_TD)
         if not isinstance(self.mlp, MoE):
             return tokens_TD, None, Carry(residual_TD)
         routing = self.mlp.gate(tokens_TD, batch)
@@ -118,11 +118,13 @@ class DecoderLayer(nn.Module):
         out_RD = self.mlp.experts(rows_RD, counts_E) if isinstance(self.mlp, MoE) else self.mlp(rows_RD)
         return out_RD
 
-    def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
+    def aggregate(
+        self, rows: Tensor, routing: Routing | None, carry: Carry, home_TK: Tensor | None = None
+    ) -> Tensor:
         """Stage 5: residual + Σ_k weight·row."""
         if routing is None:
             return carry.residual_TD + rows
-        out_TD: Tensor = self.ops.combine(rows, routing.weights_TK, carry.residual_TD)
+        out_TD: Tensor = self.ops.combine(rows, home_TK, routing.weights_TK, carry.residual_TD)
         return out_TD
 
     def local(self, tokens_TD: Tensor, routing: Routing, carry: Carry, order: Order) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stages 2 and 4 where one rank holds all experts: a sort and two copies, no communication."""
+"""Stages 2 and 4 where one rank holds all experts: a sort and a copy there, nothing on the way back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from src.kernels.sort_by_expert import Order
 
 
 class LocalPlan(NamedTuple):
-    """What `combine` must know of `dispatch`."""
+    """What must be known of a dispatch later."""
 
-    row_slot_N: Tensor
-    slot_row_N: Tensor
-    top_k: int
+    row_token_N: Tensor
+    slot_row_TK: Tensor
 
 
 class LocalDispatcher:
     """The dispatcher for ep = 1 (protocol.Dispatcher); issues no host synchronisation."""
+
+    returns = False
 
     def __init__(self, experts: int, ops: Ops) -> None:
         self.experts = experts
@@ -33,7 +34,7 @@ class LocalDispatcher:
     def dispatch(self, tokens_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, LocalPlan]:
         """Rows [T·K,D] by (expert, token), int32 counts [E], the plan."""
         order = self.order(ids_TK)
-        plan = LocalPlan(order.row_slot_N, order.slot_row_N, ids_TK.shape[1])
+        plan = LocalPlan(order.row_slot_N // ids_TK.shape[1], order.slot_row_N.view(ids_TK.shape))
         counts_E = order.offs_E.diff(prepend=order.offs_E.new_zeros(1))
         return self.dispatch_again(tokens_TD, plan), counts_E, plan
 
@@ -43,6 +44,9 @@ class LocalDispatcher:
         return rows_ND
 
     def combine(self, rows_RD: Tensor, plan: LocalPlan) -> Tensor:
-        """Rows [T,K,D] in the order of the tokens."""
-        rows_TKD: Tensor = self.ops.unpermute(rows_RD, *plan)
-        return rows_TKD
+        """The rows, which are home."""
+        return rows_RD
+
+    def home(self, plan: LocalPlan) -> Tensor:
+        """See `protocol.Dispatcher`."""
+        return plan.slot_row_TK

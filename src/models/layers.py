@@ -91,8 +91,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
-        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        normed: Tensor = self.ops.rms_norm(x, self.weight, self.eps)[0]
         return normed
+
+    def join(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and this sum."""
+        normed, total = self.ops.rms_norm(x, self.weight, self.eps, residual)
+        return normed, total
 
 
 class SwiGLU(nn.Module):

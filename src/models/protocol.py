@@ -148,8 +148,14 @@ class Layer(Protocol):
         """Stage 3: rows grouped by local expert with int32 counts [E/ep]; a dense layer gets None."""
         ...
 
-    def aggregate(self, rows: Tensor, routing: Routing | None, carry: Carry) -> Tensor:
-        """Stage 5: hidden [T,D] = residual + sum over k of weight·row; rows are [T,K,D], [T,D] if dense."""
+    def aggregate(
+        self, rows: Tensor, routing: Routing | None, carry: Carry, home_TK: Tensor | None = None
+    ) -> Tensor:
+        """Stage 5: hidden [T,D] = residual + sum over k of weight·row.
+
+        Rows are [T·K,D] as they came home, and `home_TK` says which is whose (`Dispatcher.home`); of a dense
+        layer they are [T,D].
+        """
         ...
 
     def local(self, tokens_TD: Tensor, routing: Routing, carry: Carry, order: Order) -> Tensor:
@@ -159,6 +165,9 @@ class Layer(Protocol):
 
 class Dispatcher(Protocol):
     """Stages 2 and 4."""
+
+    returns: bool
+    """Whether rows come back from elsewhere; if not they are home, and stage 4 may be left out."""
 
     def order(self, ids_TK: Tensor) -> Order | None:
         """The order of the rows by expert where all experts are here; None where rows travel."""
@@ -173,7 +182,11 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, rows_RD: Tensor, plan: object) -> Tensor:
-        """Rows [T,K,D] back at the rank that owns the token."""
+        """Rows [T·K,D] back at the rank that owns the token, in an order of the dispatcher's own."""
+        ...
+
+    def home(self, plan: object) -> Tensor:
+        """Which of those rows is that of each token's k-th expert, [T,K]."""
         ...
 
 
@@ -186,8 +199,8 @@ def run_layer(layer: Layer, hidden_TD: Tensor, batch: Batch, dispatcher: Dispatc
     if order is not None:
         return layer.local(tokens_TD, routing, carry, order)
     rows_RD, counts_E, plan = dispatcher.dispatch(tokens_TD, routing.ids_TK)
-    rows_TKD = dispatcher.combine(layer.experts(rows_RD, counts_E), plan)
-    return layer.aggregate(rows_TKD, routing, carry)
+    rows_ND = dispatcher.combine(layer.experts(rows_RD, counts_E), plan)
+    return layer.aggregate(rows_ND, routing, carry, dispatcher.home(plan))
 
 
 __all__ = ["Balance", "Balances", "Batch", "Carry", "Context", "Dispatcher", "Layer", "Routing", "run_layer"]

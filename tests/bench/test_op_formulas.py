@@ -103,8 +103,7 @@ READS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rms_norm": (("x",), ("x",)),
     "swiglu": (("x",), ("x",)),
     "permute": (("x",), ()),
-    "unpermute": (("x",), ()),
-    "combine": (("y", "weights", "residual"), ("y", "weights")),
+    "combine": (("y", "slots", "weights", "residual"), ("y", "slots", "weights")),
     "router_linear": (("x", "w"), ("x", "w")),
     "expert_bias": (("x", "bias", "offs"), ("offs",)),
     "rope": (("x", "cos", "sin"), ("cos", "sin")),
@@ -133,7 +132,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
             continue
         seen.add(side.key[0])
         first, second = READS[side.key[0]]
-        index = inputs["order"].row_slot_N.nbytes if "permute" in side.key[0] else 0
+        index = inputs["slots"].nbytes if side.key[0] == "permute" else 0
         outputs = sum(x.nbytes for x in tensors([side.run(FORWARD, inputs)]))
         forward = index + sum(inputs[read].nbytes for read in first) + outputs
         assert side.cost[FORWARD].bytes == forward, side.key

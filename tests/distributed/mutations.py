@@ -41,8 +41,10 @@ def router_grad() -> Any:
 def residual_grad() -> Any:
     """No gradient into the residual stream."""
 
-    def detached(original: Any, layer: Any, rows: Tensor, routing: Any, carry: Carry) -> Tensor:
-        out: Tensor = original(layer, rows, routing, Carry(carry.residual_TD.detach()))
+    def detached(
+        original: Any, layer: Any, rows: Tensor, routing: Any, carry: Carry, *home: Tensor
+    ) -> Tensor:
+        out: Tensor = original(layer, rows, routing, Carry(carry.residual_TD.detach()), *home)
         return out
 
     return wrapped(DecoderLayer, "aggregate", detached)

@@ -54,7 +54,9 @@ class Trace:
 
 
 class LoopDispatcher:
-    """Stages 2 and 4 as a loop over experts with boolean masks."""
+    """Stages 2 and 4 as a loop over experts with boolean masks; rows come home by (token, k)."""
+
+    returns = True
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
@@ -71,7 +73,10 @@ class LoopDispatcher:
         top_k = max((int(slot.max()) for _, slot in plan if len(slot)), default=0) + 1
         home = rows_RD.new_zeros(tokens // top_k, top_k, rows_RD.shape[1])
         token, slot = torch.cat([t for t, _ in plan]), torch.cat([s for _, s in plan])
-        return home.index_put((token, slot), rows_RD)
+        return home.index_put((token, slot), rows_RD).flatten(0, 1)
+
+    def home(self, plan: Any) -> Tensor:
+        return torch.arange(sum(len(token) for token, _ in plan))
 
 
 class Recorder:

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from src.config import DeterminismConfig, KernelsConfig
+from src.kernels.registry import resolve
 from src.trainer.parallel.expert import ExpertDispatcher
 from tests.distributed import world
 from tests.distributed.patches import wrapped
 
 EXPERTS, TOP_K, WIDTH = 12, 3, 5
+OPS = resolve(KernelsConfig("eager"), torch.device("cpu"), torch.float64, DeterminismConfig(), {})
 Route = Callable[[int, torch.Generator], Tensor]
 
 
@@ -61,12 +64,13 @@ def expert_function(rows_RD: Tensor, counts_L: Tensor, first: int) -> Tensor:
 def check_route(name: str) -> None:
     """Values and gradients against an expert applied at home; row order; adjointness of both stages."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS)
+    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS, OPS)
     tokens_TD, ids_TK = inputs(name, rank)
     tokens_TD.requires_grad_()
     rows_RD, counts_L, plan = dispatcher.dispatch(tokens_TD, ids_TK)
     check_order(name, rows_RD.detach(), counts_L)
-    out_TKD = dispatcher.combine(expert_function(rows_RD, counts_L, rank * EXPERTS // ranks), plan)
+    out_ND = dispatcher.combine(expert_function(rows_RD, counts_L, rank * EXPERTS // ranks), plan)
+    out_TKD = out_ND[dispatcher.home(plan)]
     expert_TK1 = ids_TK[..., None].double()
     expected_TKD = (expert_TK1 + 1) * tokens_TD.detach()[:, None] ** 2 + expert_TK1
     assert torch.equal(out_TKD, expected_TKD)
@@ -114,7 +118,7 @@ def check_traffic() -> int:
     tokens_TD, ids_TK = inputs("random", dist.get_rank())
     ranks = dist.get_world_size()
     owners = [{int(i) // (EXPERTS // ranks) for i in row} for row in ids_TK]
-    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS)
+    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS, OPS)
     sent: list[int] = []
 
     def counted(original: Any, output: Tensor, into: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -131,7 +135,7 @@ def count_reads() -> list[int]:
     """Reads of the device by a dispatch and combine, then by their backward."""
     tokens_TD, ids_TK = inputs("random", dist.get_rank())
     tokens_TD.requires_grad_()
-    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS)
+    dispatcher = ExpertDispatcher(dist.group.WORLD, EXPERTS, OPS)
     reads: Counter[str] = Counter()
 
     def counted(original: Any, *arguments: Any) -> Any:
@@ -143,9 +147,9 @@ def count_reads() -> list[int]:
         for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
             stack.enter_context(wrapped(torch.Tensor, name, counted))
         rows_RD, _, plan = dispatcher.dispatch(tokens_TD, ids_TK)
-        home_TKD = dispatcher.combine(rows_RD, plan)
+        home_ND = dispatcher.combine(rows_RD, plan)
         found.append(reads["device"])
-        home_TKD.backward(torch.ones_like(home_TKD))
+        home_ND.backward(torch.ones_like(home_ND))
         found.append(reads["device"] - found[0])
     return found
 

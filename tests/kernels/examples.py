@@ -109,12 +109,13 @@ def grouped_mm(draw: Draw) -> Iterator[Example]:
 
 
 def expert_bias(draw: Draw) -> Iterator[Example]:
-    for load in ("uneven", "tail"):
+    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 130, 1, 0)}).items():
+        experts, rows = len(counts), max(9, sum(counts) + 2) if sum(counts) else 0
         yield Example(
             load,
-            [draw.normal(9, 7), draw.normal(3, 7)],
+            [draw.normal(rows, 7), draw.normal(experts, 7)],
             lambda function, rows, bias, offs: function(rows, bias, offs),
-            [draw.ends(*LOADS[load])],
+            [draw.ends(*counts)],
         )
 
 
@@ -128,18 +129,35 @@ RULES: Mapping[str, dict[str, Any]] = {
 
 
 def route(draw: Draw) -> Iterator[Example]:
-    for rule, tokens in product(RULES, (7, 0)):
+    bias = draw.normal(15, std=0.1, dtype=torch.float32)
+    for rule, tokens, biased in (*product(RULES, (7, 0), (False,)), *product(RULES, (200,), (True,))):
         yield Example(
-            f"{rule}, {tokens} tokens",
+            f"{rule}, {tokens} tokens{', biased' if biased else ''}",
             [draw.normal(tokens, 15, dtype=torch.float32)],
-            lambda function, logits, rule=rule: function(logits, 3, **RULES[rule]),
+            lambda function, logits, bias=None, rule=rule: function(logits, 3, bias_E=bias, **RULES[rule]),
+            [bias] if biased else [],
         )
+    for rule in ("renormalised", "chosen"):
+        yield Example(
+            f"{rule}, by ids that are given",
+            [draw.normal(9, 15, dtype=torch.float32)],
+            lambda function, logits, ids, rule=rule: function(logits, 3, ids_TK=ids, **RULES[rule])[1:],
+            [draw.ids(9, 15, 3)],
+        )
+    yield Example(
+        "weights alone",
+        [draw.normal(9, 64, dtype=torch.float32)],
+        lambda function, logits: function(logits, 8, **RULES["renormalised"]).weights_TK,
+    )
 
 
 def sort_example(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
+    for tokens, experts in ((7, 5), (0, 5), (700, 64)):
         yield Example(
-            f"{tokens} tokens", [], lambda function, ids: function(ids, 5), [draw.ids(tokens, 5, 3)]
+            f"{tokens} tokens, {experts} experts",
+            [],
+            lambda function, ids, experts=experts: function(ids, experts),
+            [draw.ids(tokens, experts, 3)],
         )
 
 
@@ -148,34 +166,32 @@ def _order(draw: Draw, tokens: int, experts: int, top_k: int) -> Order:
 
 
 def permute(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
+    for tokens, width in ((7, 5), (3, 2100), (0, 5)):
         order = _order(draw, tokens, 5, 3)
         yield Example(
             f"{tokens} tokens",
-            [draw.normal(tokens, 5)],
-            lambda function, x, *order: function(x, *order, 3),
-            order[:2],
+            [draw.normal(tokens, width)],
+            lambda function, x, *order: function(x, *order),
+            [order.row_slot_N // 3, order.slot_row_N.view(tokens, 3)],
         )
-
-
-def unpermute(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
-        order = _order(draw, tokens, 5, 3)
-        yield Example(
-            f"{tokens} tokens",
-            [draw.normal(tokens * 3, 5)],
-            lambda function, y, *order: function(y, *order, 3),
-            order[:2],
-        )
+    slot_row = torch.tensor([[2, 5, 4], [5, 5, 5], [0, 3, 1]], device=draw.device)
+    yield Example(
+        "slots without a row",
+        [draw.normal(3, 7)],
+        lambda function, x, *order: function(x, *order),
+        [torch.tensor([2, 2, 0, 2, 0], device=draw.device), slot_row],
+    )
 
 
 def combine(draw: Draw) -> Iterator[Example]:
-    for tokens in (7, 0):
-        weights = draw.positive(tokens, 3, dtype=torch.float32)
+    for tokens, top_k, width in ((7, 3, 5), (2, 1, 2100), (2, 12, 2100), (0, 3, 5)):
+        slot_row = _order(draw, tokens, 15, top_k).slot_row_N.view(tokens, top_k)
+        weights = draw.positive(tokens, top_k, dtype=torch.float32)
         yield Example(
-            f"{tokens} tokens",
-            [draw.normal(tokens, 3, 5), weights, draw.normal(tokens, 5)],
-            lambda function, *tensors: function(*tensors),
+            f"{tokens} tokens, {top_k} of each",
+            [draw.normal(tokens * top_k, width), weights, draw.normal(tokens, width)],
+            lambda function, y, weights, residual, slot_row: function(y, slot_row, weights, residual),
+            [slot_row],
         )
 
 
@@ -207,12 +223,19 @@ def swiglu(draw: Draw) -> Iterator[Example]:
 
 
 def rms_norm(draw: Draw) -> Iterator[Example]:
-    for rows in (5, 0):
+    for rows, width in ((5, 37), (0, 37), (300, 3)):
+        x, w = draw.normal(rows, width), draw.positive(width)
+        yield Example(f"{rows} rows", [x, w], lambda function, x, w: function(x, w, 1e-3)[0])
         yield Example(
-            f"{rows} rows",
-            [draw.normal(rows, 37), draw.positive(37)],
-            lambda function, x, w: function(x, w, 1e-3),
+            f"{rows} rows onto others",
+            [x, w, draw.normal(rows, width)],
+            lambda function, x, w, residual: function(x, w, 1e-3, residual),
         )
+    yield Example(
+        "part of a row",
+        [draw.normal(2, 3, 9), draw.positive(5)],
+        lambda function, x, w: function(x[..., 2:7], w, 1e-3)[0],
+    )
 
 
 def rope(draw: Draw) -> Iterator[Example]:
@@ -324,7 +347,6 @@ EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "route": route,
     "sort_by_expert": sort_example,
     "permute": permute,
-    "unpermute": unpermute,
     "combine": combine,
     "local_experts": local_experts,
     "swiglu": swiglu,

@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from tests.kernels.fused_mixture import MIXTURE
+
 pytest.importorskip("triton", reason="Triton is there on Linux only")
 
 ADAMW = """
@@ -154,34 +156,22 @@ for n in (0, 1, 37):
     assert torch.equal(*totals) and totals[0].dtype == torch.float32, n
 """
 
-GATHER_SUM = """
-from src.kernels import gather_sum as op
-from src.kernels.combine import combine
-from src.kernels.permute import unpermute
-op.BLOCK = 16
-torch.manual_seed(0)
-for T, K, D in ((0, 2, 8), (5, 3, 37), (4, 1, 16)):
-    rows, weights, residual = torch.randn(T * K, D), torch.rand(T, K), torch.randn(T, D)
-    slot_row = torch.randperm(T * K).to(torch.int32)
-    split = unpermute(rows, slot_row.argsort(), slot_row, K)
-    want = combine(split, weights, residual)
-    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, residual), want)
-    torch.testing.assert_close(op.gather_sum(rows, slot_row, weights, None), split.sum(1))
-"""
-
 SWIGLU = """
 from src.kernels import swiglu as op
 op.BLOCK = 16
 torch.manual_seed(0)
-for N, F in ((0, 8), (3, 16), (5, 37)):
+clamped = {"limit": 1.5, "alpha": 1.702}
+for N, F, kind in ((0, 8, {}), (3, 16, {}), (5, 37, {}), (0, 8, clamped), (5, 37, clamped)):
     x, up = torch.randn(N, 2 * F).mul_(3), torch.randn(N, F)
+    x.view(-1)[: 3 * N] = torch.tensor([1.5, -1.5, 1.6]).repeat(N)
     found = []
     for f in (op.triton_swiglu, op.swiglu):
         leaf = x.clone().requires_grad_()
-        out = f(leaf)
+        out = f(leaf, **kind)
         found.append((out, *torch.autograd.grad(out, leaf, up)))
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+assert op.triton_swiglu(torch.full((1, 4), torch.nan), **clamped).isnan().all()
 """
 
 CODES = {
@@ -193,8 +183,8 @@ CODES = {
     "latent_heads": LATENT_HEADS,
     "rotary_heads": ROTARY_HEADS,
     "accumulate": ACCUMULATE,
-    "gather_sum": GATHER_SUM,
     "swiglu": SWIGLU,
+    **MIXTURE,
 }
 
 

@@ -304,8 +304,10 @@ def test_op_11_rotary_heads(normed: bool) -> None:
     agree(of(rotary_heads.triton_rotary_heads), of(reference), inputs)
 
 
-def test_op_5_swiglu() -> None:
-    agree(swiglu.triton_swiglu, swiglu.swiglu, leaves((1000, 2 * 1408), dtype=torch.bfloat16))
+@pytest.mark.parametrize("kind", [{}, {"limit": 1.5, "alpha": 1.702}], ids=["plain", "clamped"])
+def test_op_5_swiglu(kind: dict[str, float]) -> None:
+    both = (partial(f, **kind) for f in (swiglu.triton_swiglu, swiglu.swiglu))
+    agree(*both, leaves((1001, 2 * 1409), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

@@ -69,13 +69,18 @@ def route_case(
 
 def permute_case() -> Case:
     order = sort_by_expert(torch.tensor([[2, 0], [1, 2], [0, 1]], dtype=torch.int32), 3)
-    plan = (order.row_slot_N, order.slot_row_N, 2)
+    plan = (order.row_slot_N // 2, order.slot_row_N.view(3, 2))
 
-    def there_and_back(x: Tensor) -> Tensor:
-        rows = permute.permute(x, *plan)
-        return permute.unpermute(rows * torch.arange(1.0, 7, dtype=x.dtype)[:, None], *plan)
+    def weighted(x: Tensor) -> Tensor:
+        return permute.permute(x, *plan) * torch.arange(1.0, 7, dtype=x.dtype)[:, None]
 
-    return there_and_back, (leaf(3, 5),)
+    return weighted, (leaf(3, 5),)
+
+
+def combine_case(tokens: int) -> Case:
+    home = torch.arange(3 * tokens).flip(0).to(torch.int32).view(tokens, 3)
+    inputs = (leaf(3 * tokens, 4), leaf(tokens, 3), leaf(tokens, 4))
+    return (lambda y, weights, residual: combine.combine(y, home, weights, residual)), inputs
 
 
 def loss_case() -> Case:
@@ -100,12 +105,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention with sinks, packed, in a window": lambda: sinks_case(
         torch.tensor([[0, 0, 0, 0, 2], [3, 3, 3, 3, 4]]), 2
     ),
-    "combine": lambda: (combine.combine, (leaf(5, 3, 4), leaf(5, 3), leaf(5, 4))),
+    "combine": lambda: combine_case(5),
     "expert_bias": expert_bias_case,
     "grouped_mm": grouped_case,
     "linear_cross_entropy": loss_case,
     "permute": permute_case,
-    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(4, 7), leaf(7))),
+    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)[0]), (leaf(4, 7), leaf(7))),
+    "rms_norm of a sum": lambda: (
+        (lambda x, w, r: torch.cat(rms_norm.rms_norm(x, w, 1e-3, r))),
+        (leaf(4, 7), leaf(7), leaf(4, 7)),
+    ),
     "rope of neighbours": lambda: rope_case(True),
     "rope of halves": lambda: rope_case(False),
     "route": route_case,
@@ -130,14 +139,14 @@ def test_num_3_references_pass_gradcheck(name: str) -> None:
 
 
 EMPTY: dict[str, Callable[[], Case]] = {
-    "combine": lambda: (combine.combine, (leaf(0, 3, 4), leaf(0, 3), leaf(0, 4))),
+    "combine": lambda: combine_case(0),
     "linear_cross_entropy": lambda: (
         lambda h, w: linear_cross_entropy.linear_cross_entropy(
             h, w, torch.empty(0, dtype=torch.int64), torch.tensor(1.0)
         ),
         (leaf(0, 3), leaf(7, 3)),
     ),
-    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)), (leaf(0, 7), leaf(7))),
+    "rms_norm": lambda: ((lambda x, w: rms_norm.rms_norm(x, w, 1e-3)[0]), (leaf(0, 7), leaf(7))),
     "route": lambda: (
         (lambda x: route.route(x, 2, groups=3, groups_kept=1, renormalise=True, scale=2.0).weights_TK),
         (leaf(0, 6),),

@@ -28,6 +28,8 @@ H200 = Device("cuda", "sm90")
 PACKED = Need(frozenset({"packed", "unequal_widths"}), {"key": 24, "value": 8})
 DETERMINISM = DeterminismConfig()
 CUDA = {"rope": "real", "rotary_heads": "triton", "latent_heads": "triton", "swiglu": "triton"}
+CUDA |= {"route": "triton", "sort_by_expert": "triton"}
+CUDA |= {"permute": "triton", "combine": "triton", "expert_bias": "triton"}
 CUDA |= {"linear_cross_entropy": "triton", "accumulate": "triton", "grad_norm": "triton", "adamw": "triton"}
 FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
@@ -79,7 +81,7 @@ def test_reg_4_everything_resolves_everywhere(device: Device, dtype: torch.dtype
             "cannot do window",
         ),
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(frozenset({"sinks", "window"})), None),
-        ("swiglu", "triton", "cuda", torch.bfloat16, Need(frozenset({"clamped"})), "cannot do clamped"),
+        ("swiglu", "triton", "cuda", torch.bfloat16, Need(frozenset({"clamped"})), None),
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(widths={"key": 12, "value": 24}), "no wider"),
         ("attention", "sdpa_cpu", "cpu", torch.float32, PACKED, None),
         ("attention", "sdpa_cpu", "cpu", torch.float32, Need(frozenset({"gqa"})), None),

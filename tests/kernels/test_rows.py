@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from src.kernels.combine import combine
-from src.kernels.permute import permute, unpermute
+from src.kernels.permute import permute
 from src.kernels.sort_by_expert import sort_by_expert
 
 E, T, K, D = 7, 23, 3, 5
+Function = Callable[..., Tensor]
 
 
 def routings() -> dict[str, Tensor]:
@@ -37,29 +40,88 @@ def test_op_8_rows_are_ordered_by_expert_then_slot(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", routings())
-def test_op_6_copies_are_adjoint_and_return_each_row_home(name: str) -> None:
-    """⟨P x, y⟩ = ⟨x, Pᵀ y⟩ for both copies, and unpermute(permute(x)) repeats each token K times."""
-    ids = routings()[name]
-    top_k = ids.shape[1]
-    order = sort_by_expert(ids, E)
-    plan = (order.row_slot_N, order.slot_row_N, top_k)
-    x = torch.randn(ids.shape[0], D, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(ids.numel(), D, dtype=torch.float64, requires_grad=True)
-    rows = permute(x, *plan)
-    assert torch.equal(unpermute(rows, *plan), x[:, None].expand(-1, top_k, -1))
-    (dx,) = torch.autograd.grad((rows * y.detach()).sum(), x, retain_graph=True)
-    assert torch.allclose((rows * y).sum(), (x * dx).sum(), rtol=1e-12)
-    target = torch.randn(ids.shape[0], top_k, D, dtype=torch.float64)
-    home = unpermute(y, *plan)
-    (dy,) = torch.autograd.grad((home * target).sum(), y, retain_graph=True)
-    assert torch.allclose((home * target).sum(), (y * dy).sum(), rtol=1e-12)
+def test_op_6_copies_and_the_sum_that_is_their_gradient(name: str) -> None:
+    check_permute(permute, routings()[name])
+
+
+@pytest.mark.parametrize("name", routings())
+def test_op_6_rows_are_combined_where_they_lie(name: str) -> None:
+    check_combine(combine, routings()[name])
+
+
+def check_permute(function: Function, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    """Against a loop over slots, of which every third token has one without a row."""
+    tokens, top_k = ids.shape
+    order = sort_by_expert(ids, E).row_slot_N.long()
+    order = order[(order % top_k != 1) | (order // top_k % 3 != 0)]
+    slots = torch.full((tokens * top_k,), len(order)).scatter(0, order, torch.arange(len(order)))
+    x = torch.randn(tokens, D, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(len(order), D, dtype=dtype)
+    rows = function(x, (order // top_k).int(), slots.view(tokens, top_k).int())
+    (dx,) = torch.autograd.grad(rows, x, upstream)
+    want = torch.zeros_like(x)
+    for slot, row in enumerate(slots.tolist()):
+        if row < len(order):
+            want[slot // top_k] += upstream[row]
+            assert torch.equal(rows[row], x[slot // top_k])
+    close(dx, want)
+
+
+def check_combine(function: Function, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    """Values and every gradient of a loop over slots; gradients may be expanded views, and indices int64."""
+    tokens, top_k = ids.shape
+    slots = sort_by_expert(ids, E).slot_row_N.view(ids.shape)
+    shapes = ((ids.numel(), D), (tokens, top_k), (tokens, D))
+    y, weights, residual = (torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes)
+    upstream = torch.randn(tokens, 1, dtype=dtype).expand(tokens, D)
+    out = function(y, slots.long(), weights, residual)
+    found = torch.autograd.grad(out, (y, weights, residual), upstream)
+    dy, dweights = torch.zeros_like(y), torch.zeros_like(weights)
+    want = residual.detach().clone()
+    for slot, row in enumerate(slots.flatten().tolist()):
+        token, k = divmod(slot, top_k)
+        want[token] += weights[token, k].detach() * y[row].detach()
+        dy[row] = weights[token, k].detach() * upstream[token]
+        dweights[token, k] = (upstream[token] * y[row].detach()).sum()
+    for ours, theirs in zip((out, *found), (want, dy, dweights, upstream), strict=True):
+        close(ours, theirs)
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    limit = 1e-13 if found.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, want, rtol=limit, atol=limit)
+
+
+def without_weights_gradient(y: Tensor, slots: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+    return combine(y, slots, weights.detach(), residual) + 0 * weights.sum()
+
+
+def neighbours_row(y: Tensor, slots: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+    return combine(y, slots.roll(1, 1), weights, residual)
+
+
+@pytest.mark.parametrize("mutant", [without_weights_gradient, neighbours_row])
+def test_num_6_mutations_of_combine_are_noticed(mutant: Function) -> None:
+    with pytest.raises(AssertionError):
+        check_combine(mutant, routings()["random"])
+
+
+def test_num_6_mutation_a_slot_without_a_row_takes_the_last() -> None:
+    def mutant(x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        return permute(x, tokens, slots.clamp(max=len(tokens) - 1))
+
+    with pytest.raises(AssertionError):
+        check_permute(mutant, routings()["random"])
+
+
+HERE = torch.arange(3, dtype=torch.int32)[None]
 
 
 def test_combine_sums_in_ascending_order_onto_the_residual() -> None:
     """In fp32 the order of the sum shows: 1e8 must meet 1 before -1e8 does."""
-    y = torch.tensor([[[1e8], [1.0], [-1e8]]])
-    assert combine(y, torch.ones(1, 3), torch.zeros(1, 1)).item() == 0.0
-    assert combine(y[:, [0, 2, 1]], torch.ones(1, 3), torch.zeros(1, 1)).item() == 1.0
+    y = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert combine(y, HERE, torch.ones(1, 3), torch.zeros(1, 1)).item() == 0.0
+    assert combine(y, HERE[:, [0, 2, 1]], torch.ones(1, 3), torch.zeros(1, 1)).item() == 1.0
 
 
 def test_combine_rounds_bf16_once() -> None:
@@ -70,6 +132,6 @@ def test_combine_rounds_bf16_once() -> None:
         torch.randn(T, D, generator=generator).bfloat16(),
     )
     exact = residual.double() + (weights.double()[..., None] * y.double()).sum(1)
-    found = combine(y, weights, residual)
+    found = combine(y.flatten(0, 1), torch.arange(T * K).view(T, K), weights, residual)
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).abs().max() <= 2**-8 * exact.abs().max()

@@ -243,8 +243,8 @@ def router_grad(model: Any) -> None:
     """Routing weights detached between stages 1 and 5."""
     for layer in moe_layers(model):
         aggregate = layer.aggregate
-        layer.aggregate = lambda rows, routing, carry, aggregate=aggregate: aggregate(
-            rows, Routing(routing.ids_TK, routing.weights_TK.detach()), carry
+        layer.aggregate = lambda rows, routing, carry, home, aggregate=aggregate: aggregate(
+            rows, Routing(routing.ids_TK, routing.weights_TK.detach()), carry, home
         )
 
 
@@ -252,7 +252,9 @@ def residual_grad(model: Any) -> None:
     """No gradient through one layer's residual."""
     layer = layers(model)[-1]
     aggregate = layer.aggregate
-    layer.aggregate = lambda rows, routing, carry: aggregate(rows, routing, Carry(carry.residual_TD.detach()))
+    layer.aggregate = lambda rows, routing, carry, *home: aggregate(
+        rows, routing, Carry(carry.residual_TD.detach()), *home
+    )
 
 
 def shared_grad(model: Any) -> None:

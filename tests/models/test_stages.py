@@ -69,11 +69,9 @@ def staged(layer: Any, hidden: Tensor, data: Batch, dispatcher: LocalDispatcher,
     held = leaf(rows)
     out = layer.experts(held, counts)
     ready = leaf(out)
-    home = dispatcher.combine(ready, plan)
-    back = leaf(home)
-    result = layer.aggregate(back, Routing(routing.ids_TK, weights), Carry(residual))
+    assert not dispatcher.returns
+    result = layer.aggregate(ready, Routing(routing.ids_TK, weights), Carry(residual), dispatcher.home(plan))
     result.backward(upstream)
-    home.backward(grad(back))
     out.backward(grad(ready))
     rows.backward(grad(held))
     torch.autograd.backward(
@@ -141,12 +139,12 @@ def test_eng_10_no_stage_returns_its_input(family: str) -> None:
     for layer in model.model.layers.values():
         tokens, routing, carry = layer.attend(hidden, batch(LENGTH))
         if routing is None:
-            rows, counts = tokens, None
-            home = layer.experts(rows, counts)
+            rows, at = tokens, None
+            home = layer.experts(rows, None)
         else:
             rows, counts, plan = dispatcher.dispatch(tokens, routing.ids_TK)
-            home = dispatcher.combine(layer.experts(rows, counts), plan)
-        out = layer.aggregate(home, routing, carry)
+            home, at = layer.experts(rows, counts), dispatcher.home(plan)
+        out = layer.aggregate(home, routing, carry, at)
         pairs = [
             (tokens, hidden),
             (carry.residual_TD, hidden),
@@ -323,7 +321,7 @@ def test_eng_10_compiled_stages_equal_eager(family: str, kernels: str, backend: 
         x = leaf(hidden)
         tokens, routing, carry = stages[0](x, data)
         rows, counts, plan = dispatcher.dispatch(tokens, routing.ids_TK)
-        out = stages[2](dispatcher.combine(stages[1](rows, counts), plan), routing, carry)
+        out = stages[2](stages[1](rows, counts), routing, carry, dispatcher.home(plan))
         out.backward(upstream)
         runs.append(
             {"out": out.detach(), "x": grad(x), **{n: g.clone() for n, g in gradients(layer).items()}}

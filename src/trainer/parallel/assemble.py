@@ -55,5 +55,5 @@ def make_dispatcher(experts: int, runtime: Runtime, ops: Ops) -> Dispatcher:
     """Stages 2 and 4: over the ep ranks, or on this rank alone."""
     group = runtime.group("ep")
     if group is not None:
-        return ExpertDispatcher(group, experts)
+        return ExpertDispatcher(group, experts, ops)
     return cast(Dispatcher, LocalDispatcher(experts, ops))

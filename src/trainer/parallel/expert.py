@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from src.kernels.registry import Ops
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,20 +39,18 @@ class Plan:
     expert_order_R: Tensor
     """Inverse of `arrived_R`."""
     home_TK: Tensor
-    """Returned row of each (token, slot), flattened."""
-    slots_TK: Tensor
-    """Inverse of `home_TK`: flattened (token, slot) of each returned row."""
+    """Returned row of each token's k-th expert."""
     back: tuple[list[int], list[int]]
     """Rows sent to and received from each rank on the way home."""
-    shape: tuple[int, int]
-    """T and K."""
 
 
 class ExpertDispatcher:
     """Dispatch and combine over the ranks that own the experts."""
 
-    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
-        self._group = group
+    returns = True
+
+    def __init__(self, group: dist.ProcessGroup, experts: int, ops: Ops) -> None:
+        self._group, self._permute = group, ops.permute
         self._ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._local = experts // self._ranks
@@ -80,7 +80,6 @@ class ExpertDispatcher:
         token_U = first_true(goes_PT.flatten(), sum(out)) % max(1, ids_TK.shape[0])
         got_ids_UK = exchange(ids_TK[token_U], out, into, self._group)
         row_R, sorted_UK, arrived_R = self._by_expert(got_ids_UK, sum(splits[3]))
-        home = owner_TK.flatten().argsort(stable=True)
         plan = Plan(
             token_U=token_U,
             place_TP=place_TP,
@@ -89,28 +88,30 @@ class ExpertDispatcher:
             sorted_UK=sorted_UK,
             arrived_R=arrived_R,
             expert_order_R=invert(arrived_R),
-            home_TK=invert(home),
-            slots_TK=home,
+            home_TK=invert(owner_TK.flatten().argsort(stable=True)).view_as(owner_TK),
             back=(splits[3], splits[2]),
-            shape=(ids_TK.shape[0], ids_TK.shape[1]),
         )
         return self.dispatch_again(tokens_TD, plan), got_PL[:, 1:].sum(0).to(torch.int32), plan
 
     def dispatch_again(self, tokens_TD: Tensor, plan: object) -> Tensor:
         """Rows [R,D] by a plan made before: two copies and one exchange."""
         assert isinstance(plan, Plan), plan
-        sent_UD = expand(tokens_TD, plan.token_U, plan.place_TP)
+        sent_UD = self._permute(tokens_TD, plan.token_U, plan.place_TP)
         unique_UD = all_to_all(sent_UD, *plan.out, self._group)
-        return expand(unique_UD, plan.row_R, plan.sorted_UK)
+        rows_RD: Tensor = self._permute(unique_UD, plan.row_R, plan.sorted_UK)
+        return rows_RD
 
     def combine(self, rows_RD: Tensor, plan: object) -> Tensor:
-        """Rows [T,K,D] back at the rank that owns the token."""
+        """Rows [T·K,D] back at the rank that owns the token, in order of (owner, token, k)."""
         assert isinstance(plan, Plan), plan
         out, into = plan.back
-        ordered_RD = permute(rows_RD, plan.arrived_R, plan.expert_order_R)
-        returned = all_to_all(ordered_RD, out, into, self._group)
-        home = permute(returned, plan.home_TK, plan.slots_TK)
-        return home.view(*plan.shape, rows_RD.shape[1])
+        ordered_RD = self._permute(rows_RD, plan.arrived_R, plan.expert_order_R[:, None])
+        return all_to_all(ordered_RD, out, into, self._group)
+
+    def home(self, plan: object) -> Tensor:
+        """See `protocol.Dispatcher`."""
+        assert isinstance(plan, Plan), plan
+        return plan.home_TK
 
     def _exchange_counts(self, ids_TK: Tensor, unique_P: Tensor) -> tuple[Tensor, Tensor]:
         """Sent and received: per peer its unique rows, then routed rows per local expert, int64 [P,1+L]."""
@@ -178,18 +179,6 @@ def all_to_all(rows: Tensor, out: list[int], into: list[int], group: dist.Proces
     return received
 
 
-def expand(x_ND: Tensor, index_R: Tensor, copies_NM: Tensor) -> Tensor:
-    """x[index]; the adjoint adds each row's copies in the order of `copies_NM`, where R stands for none."""
-    rows_RD: Tensor = Expand.apply(x_ND, index_R, copies_NM)  # type: ignore[no-untyped-call]
-    return rows_RD
-
-
-def permute(x_RD: Tensor, permutation_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """x[permutation], with the inverse as its adjoint."""
-    rows_RD: Tensor = Permute.apply(x_RD, permutation_R, inverse_R)  # type: ignore[no-untyped-call]
-    return rows_RD
-
-
 class AllToAll(Function):
     """Behind `all_to_all`."""
 
@@ -202,37 +191,3 @@ class AllToAll(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(grad, ctx.into, ctx.out, ctx.group), None, None, None
-
-
-class Expand(Function):
-    """Behind `expand`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, index_R: Tensor, copies_NM: Tensor) -> Tensor:
-        ctx.save_for_backward(copies_NM)
-        return x_ND[index_R]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        (copies_NM,) = ctx.saved_tensors
-        padded = torch.cat([grad_RD, grad_RD.new_zeros(1, grad_RD.shape[1])])
-        total_ND = padded[copies_NM[:, 0]]
-        for copy in range(1, copies_NM.shape[1]):
-            total_ND += padded[copies_NM[:, copy]]
-        return total_ND, None, None
-
-
-class Permute(Function):
-    """Behind `permute`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, permutation_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_R)
-        return x_RD[permutation_R]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RD[inverse_R], None, None

@@ -93,7 +93,7 @@ class Staged:
             yield "dispatch"
         rows = tape.call(visit.experts, rows, again)
         yield "experts"
-        if visit.layer.is_moe:
+        if visit.returns:
             rows = tape.call(visit.combine, rows)
             yield "combine"
         return [*rows, *rest]
@@ -154,6 +154,7 @@ class Visit:
 
     def __init__(self, layer: Layer, batch: Batch, dispatcher: Dispatcher) -> None:
         self.layer = layer
+        self.returns = layer.is_moe and dispatcher.returns
         self._batch, self._dispatcher = batch, dispatcher
         self._ids_TK: Tensor | None = None
         self._counts_E: Tensor | None = None
@@ -188,11 +189,11 @@ class Visit:
         self, rows: Tensor, residual_TD: Tensor, weights_TK: Tensor | None = None, *, again: bool
     ) -> tuple[Tensor]:
         """Stage 5."""
-        routing = None
-        if weights_TK is not None:
-            assert self._ids_TK is not None
-            routing = Routing(self._ids_TK, weights_TK)
-        return (self.layer.aggregate(rows, routing, Carry(residual_TD)),)
+        if weights_TK is None:
+            return (self.layer.aggregate(rows, None, Carry(residual_TD)),)
+        assert self._ids_TK is not None
+        routing, home_TK = Routing(self._ids_TK, weights_TK), self._dispatcher.home(self._plan)
+        return (self.layer.aggregate(rows, routing, Carry(residual_TD), home_TK),)
 
     def whole(self, hidden_TD: Tensor, *, again: bool) -> tuple[Tensor]:
         """All five back to back."""
@@ -201,7 +202,7 @@ class Visit:
         if self.layer.is_moe:
             rows = self.dispatch(*rows, again=again)
         rows = self.experts(*rows, again=again)
-        if self.layer.is_moe:
+        if self.returns:
             rows = self.combine(*rows, again=again)
         return self.aggregate(*rows, *rest, again=again)
 
