@@ -172,7 +172,7 @@ def test_words_of_a_command_line(words: str, found: dict[str, str]) -> None:
     assert list(flags.parse_words(words).items()) == list(found.items())
 
 
-@pytest.mark.parametrize("words", ["gpu", "-Z3", "-", "--mem=1 big 2", '--comment="a'])
+@pytest.mark.parametrize("words", ["gpu", "-Z3", "-", "--mem=1 big 2", "--exclusive user", '--comment="a'])
 def test_words_that_are_no_flags(words: str) -> None:
     """FLAG: refused with the word."""
     with pytest.raises(UserError, match=r"is no flag of sbatch|No closing quotation"):
