@@ -86,7 +86,7 @@ class LauncherConfig:
     extra: dict[str, str] = field(default_factory=dict)
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
     flags: str = ""
-    """The same as on its command line, in any spelling: `'launcher.flags="-pgpu --mem=8G --exclusive"'`."""
+    """The same in one text, as on the command line of `sbatch`, in any spelling that it takes."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
     wait: bool = True
