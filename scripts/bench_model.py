@@ -3,6 +3,7 @@
     python scripts/bench_model.py --cases deepseek_v2_lite_8l,qwen3_30b_8l --precision bf16,master
     python scripts/bench_model.py --cases gpt_oss_20b_6l --routing learned,even --tokens-per-step 16384,65536
     python scripts/bench_model.py --cases deepseek_v2_lite_8l --ours kernels.attention=sdpa_cudnn --profile
+    python scripts/bench_model.py --cases dense_1b --precision split --ours precision.fp8=dense --peer plain
     python scripts/bench_model.py --cases tiny --blocks 2 --steps 2 --warmup 1
 
 A case is a file of `conf/experiment/bench`. Each side is built and stepped by the training loop itself. In
@@ -32,7 +33,7 @@ from src.trainer.runtime import start
 
 DEFAULT_CASES = "deepseek_v2_lite_8l,qwen3_30b_8l"
 DEFAULT_OUT = Path("benchmarks/bench_model.jsonl")
-PEERS = ("transformers", "eager", "none")
+PEERS = ("transformers", "eager", "plain", "none")
 ROUTINGS = (LEARNED, "even", "uniform", "dirichlet")
 DTYPES_BY_DEVICE = {"cuda": ("bf16,master", "bf16"), "cpu": ("fp32", "fp32")}
 """Precisions of ours and of the peer where none are given."""
@@ -84,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--tokens-per-step", type=numbers, help="several by commas; the case's own if left out"
     )
-    found.add_argument("--peer", choices=PEERS, default=PEERS[0], help="the other side; eager is ours")
+    found.add_argument(
+        "--peer", choices=PEERS, default=PEERS[0], help="the other side; eager and plain are ours"
+    )
     found.add_argument("--peer-precision", help="bf16 on a GPU, else fp32")
     found.add_argument(
         "--peer-compile", default="auto", help="backend.compile of the peer, several by commas"

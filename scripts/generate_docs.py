@@ -22,9 +22,10 @@ from src.config import Config
 from src.errors import EXIT_CODES
 from src.help import field_sentences
 from src.kernels.declaration import EAGER, Implementation
-from src.kernels.registry import AUTO
+from src.kernels.registry import AUTO, CASES
 from src.kernels.table import IMPLEMENTATIONS
 from src.launchers.environment import TABLE
+from src.launchers.environment_omitted import OMITTED
 from src.models.schema import FAMILIES, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,8 +76,18 @@ def exit_codes() -> str:
 
 def environment() -> str:
     """The variables that a launch sets for its ranks."""
-    rows = [(f"`{row.name}`", row.kind, ", ".join(row.platforms), row.reason) for row in TABLE]
-    return table(("variable", "kind", "platforms", "reason"), rows)
+    rows = [
+        (f"`{row.name}`", row.rule.words, row.where, row.kind, ", ".join(row.platforms), row.reason)
+        for row in TABLE
+    ]
+    return table(("variable", "value", "decided by", "kind", "platforms", "reason"), rows)
+
+
+def environment_omitted() -> str:
+    """The variables that another launcher sets and ours does not."""
+    shown = [[f"`{name}`" + "…" * name.endswith("_") for name in names] for names, _ in OMITTED]
+    rows = [(", ".join(names), reason) for names, (_, reason) in zip(shown, OMITTED, strict=True)]
+    return table(("variable there", "why not here"), rows)
 
 
 def options() -> str:
@@ -120,19 +131,26 @@ def declared(implementation: Implementation) -> Iterator[str]:
     yield ", ".join([*places, *(f"{name} {versions}" for name, versions in implementation.packages.items())])
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in implementation.dtypes or ())
     yield ", ".join(dtypes) or "any"
-    yield ", ".join(sorted(implementation.features)) or "-"
-    yield {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    abilities = ", ".join(sorted(implementation.features)) or "-"
+    yield "; ".join([abilities, *(f"not {' with '.join(sorted(some))}" for some in implementation.apart)])
+    proven = {(True, True): "yes", (True, False): "forward"}.get(implementation.deterministic, "no")
+    yield "by torch's switch" if implementation.by_switch else proven
     yield implementation.saves
 
 
 def preferred() -> str:
     """What `auto` tries in turn."""
     rows = [
-        (kind, f"`{operation}`", ", ".join(f"`{name}`" for name in (*names, EAGER)))
+        (kind, f"`{operation}`", words, ", ".join(f"`{name}`" for name in (*names, EAGER)))
         for kind, operations in AUTO.items()
         for operation, names in operations.items()
+        for words, names in (*_cases(kind, operation), ("-", names))
     ]
-    return table(("device", "operation", "in turn"), rows)
+    return table(("device", "operation", "for", "in turn"), rows)
+
+
+def _cases(kind: str, operation: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(case.words, case.order) for case in CASES.get((kind, operation), ())]
 
 
 def benchmarks() -> str:
@@ -218,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "preferred": preferred,
     "exit-codes": exit_codes,
     "environment": environment,
+    "environment-omitted": environment_omitted,
     "options": options,
     "benchmarks": benchmarks,
     "speed": speed,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +45,23 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def toolkit() -> str:
+    """What the installed torch was built for: `cuda13.0`, `rocm6.4` or `cpu`; found without importing it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return "cpu"
+    return toolkit_of(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))
+
+
+def toolkit_of(text: str) -> str:
+    """The same from the text of torch's `version.py`."""
+    for name, shown in (("cuda", "cuda"), ("hip", "rocm")):
+        built = re.search(rf"^{name}[^=\n]*=\s*'(\d+\.\d+)", text, re.MULTILINE)
+        if built is not None:
+            return f"{shown}{built[1]}"
+    return "cpu"
 
 
 def git(root: Path, *words: str) -> str | None:

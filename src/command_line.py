@@ -74,7 +74,7 @@ def _run(parsed: argparse.Namespace, arguments: list[str]) -> int:
     flags = [word for word in arguments if word not in parsed.overrides]
     if parsed.shell_completion:
         return _completion(flags, parsed.overrides)
-    place = recognise(os.environ)
+    place = recognise(os.environ, lambda: _node_rank_from(parsed.overrides))
     if place is not None:
         return _direct(place, parsed)
     if sum(map(bool, (parsed.multirun, parsed.cfg, parsed.info))) > 1:
@@ -103,6 +103,13 @@ def _completion(flags: list[str], words: list[str]) -> int:
     return 0
 
 
+def _node_rank_from(overrides: list[str]) -> str:
+    """What a pod whose number is not given reads before rank 0 is known."""
+    from src.compose import compose
+
+    return compose(overrides).config.launcher.node_rank_from
+
+
 def _direct(place: Place, parsed: argparse.Namespace) -> int:
     """One of several processes that srun or torchrun started: it becomes its rank."""
     if parsed.multirun or parsed.cfg or parsed.info:
@@ -119,22 +126,25 @@ def _direct(place: Place, parsed: argparse.Namespace) -> int:
 def _single(overrides: list[str]) -> int:
     """Compose here rather than in `hydra.main`, which makes a directory and composes twice (HYD-18)."""
     from src.compose import compose
+    from src.config import SCHEDULERS
 
     started = time.monotonic()
     composed = compose(overrides)
     config = composed.config
-    is_remote = config.launcher.name == "slurm"
+    is_remote = config.launcher.name in SCHEDULERS
     if composed.is_multirun != is_remote:
-        return _mode(composed.is_multirun, overrides)
+        return _mode(composed.is_multirun, overrides, config.launcher.name)
     if config.launcher.name == "direct":
-        message = "the environment names no rank: neither torchrun nor srun with several tasks started this"
+        message = (
+            "the environment names no rank: neither torchrun, srun with several tasks nor a pod started this"
+        )
         raise UserError([Problem("launcher", message, "type launcher=local", "DIRECT-5")])
     if config.dry_run:
         return _dry_run(config, overrides, is_remote)
     seconds = time.monotonic() - started
     say(f"compose    {config.model.name} on {config.mesh.spec}, seed {config.seed} ({seconds:.1f} s)")
     if is_remote:
-        from src.launchers.slurm import run_job
+        from src.launchers.remote import run_job
 
         return run_job(config, overrides)
     from src.launchers.launch import run_one
@@ -147,21 +157,20 @@ def _dry_run(config: Config, overrides: list[str], is_remote: bool) -> int:
 
     plan = make_plan(config, overrides)
     if is_remote:
-        from src.launchers.slurm import script_of
+        from src.launchers.schedulers import scheduler_of
 
-        show_result(script_of(config, [plan]))
+        show_result(scheduler_of(config).script(config, [plan]))
     show_result(dry_run_text(plan))
     return 0
 
 
-def _mode(is_multirun: bool, overrides: list[str]) -> int:
+def _mode(is_multirun: bool, overrides: list[str], launcher: str) -> int:
     """Hydra's mode was set apart from the launcher's: a sweep of one job, or a refusal."""
     if is_multirun:
         return _sweep(["--multirun"], overrides, multirun=True)
-    fix = "choose it as launcher=slurm, and leave hydra.mode alone"
-    raise UserError(
-        [Problem("hydra.mode", "launcher=slurm submits jobs and trains nothing here", fix, "PLAN-5")]
-    )
+    fix = f"choose it as launcher={launcher}, and leave hydra.mode alone"
+    message = f"launcher={launcher} submits jobs and trains nothing here"
+    raise UserError([Problem("hydra.mode", message, fix, "PLAN-5")])
 
 
 def _sweep(flags: list[str], overrides: list[str], multirun: bool) -> int:

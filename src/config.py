@@ -45,12 +45,16 @@ def duration(default: str | None) -> Any:
     return field(default=default, metadata={"duration": True})
 
 
+SCHEDULERS = ("slurm", "spur")
+"""Launchers that submit jobs."""
+
+
 @dataclass
 class LauncherConfig:
     """Where ranks run."""
 
-    name: str = choice("local", "slurm", "spur", "direct")
-    """`local` starts ranks here, `slurm` submits jobs, `direct` is the rank that the environment names."""
+    name: str = choice("local", *SCHEDULERS, "direct")
+    """`local` starts ranks here, `slurm` and `spur` submit jobs, `direct` is the rank of the environment."""
     slots: int | None = None
     """Ranks this machine takes side by side in a sweep; null is the number of GPUs, on CPU of cores."""
     parallel: str = "auto"
@@ -66,7 +70,7 @@ class LauncherConfig:
     share_device: bool = False
     """For tests of the engine: ranks beyond the GPUs share them, over gloo, which copies through the host."""
     partition: str | None = None
-    """Slurm's partition; null is the cluster's default, here and for the next four."""
+    """Partition of the cluster; null is its default, here and for the next four."""
     account: str | None = None
     """Account that the job is charged to."""
     qos: str | None = None
@@ -74,25 +78,33 @@ class LauncherConfig:
     constraint: str | None = None
     """Features that nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used."""
+    """Nodes that must not be used; `@FILE` reads them from a file that `scripts/doctor.py` wrote."""
     time: str | None = duration(None)
-    """Time limit of a job, in whole minutes, or null for the partition's; elsewhere that of an attempt."""
+    """Time limit of a job, on Slurm in whole minutes; null is the partition's. Elsewhere: of an attempt."""
     nodes: int | None = None
     """Nodes of a job; null is as few as the mesh needs."""
     gpus_per_node: int | None = None
     """GPUs of a node; null runs the job on CPUs, unless `platform` says otherwise."""
+    gpu_memory: str | None = None
+    """Memory of a GPU, such as `140GiB`; null asks the driver where ranks start, nobody for a job's nodes."""
     cpus_per_task: int | None = None
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
     flags: str = ""
     """The same in one text, as on the command line of `sbatch`, in any spelling that it takes."""
+    watchdog: str = duration("60s")
+    """On Spur: how long a node of a job may be silent before the others take it for dead and end."""
     max_requeues: int = 10
     """How often a job that was stopped and has saved a newer checkpoint is queued again."""
+    node_rank_from: str = choice("NODE_RANK", "completion_index", "hostname")
+    """Where a pod without `NODE_RANK` finds its number: `JOB_COMPLETION_INDEX`, or its host name's end."""
     wait: bool = True
     """Follow the job to its end; `false` prints its id and returns."""
     on_interrupt: str = choice("cancel", "detach")
     """What Ctrl-C does to the job that is followed: cancel it, or let it run on."""
+    checks: str = choice("none", "info", "strict")
+    """Look at a node before its ranks start: not at all, and say what is wrong, or refuse to start (3)."""
 
 
 @dataclass
@@ -256,10 +268,20 @@ class LoggerConfig:
 
 @dataclass
 class ContainerConfig:
-    """Container that wraps the ranks."""
+    """Container that wraps the ranks of each node."""
 
     name: str = choice("none", "docker", "podman", "apptainer", "pyxis")
-    """`none` runs on the machine itself; the others are reserved and refused until they exist."""
+    """`none` runs on the machine itself; pyxis is Slurm's plugin, the others start the agent of a node."""
+    image: str | None = None
+    """Name of an image, or a file (apptainer, pyxis); podman takes a directory as root file system."""
+    python: str = "python3"
+    """Python of the image, which has torch and the other packages of a rank."""
+    mounts: list[str] = field(default_factory=list)
+    """Further mounts, `SOURCE` or `SOURCE:TARGET`, read-only unless `:rw` follows."""
+    env: list[str] = field(default_factory=list)
+    """Names of further variables that pass from the shell into the container; `*` stands for any letters."""
+    args: list[str] = field(default_factory=list)
+    """Further arguments of the runtime, verbatim and after ours, so that theirs win; of srun for pyxis."""
 
 
 @dataclass
@@ -290,8 +312,8 @@ class SweepConfig:
     """Place of this job in its sweep; set by the launcher."""
     keys: list[str] = field(default_factory=list)
     """Keys that the sweep varies; set by the launcher."""
-    objective: str = "heldout_loss"
-    """Value that an adaptive sweeper reads."""
+    objective: str = choice("heldout_loss", "bits_per_byte", "last_loss", "best_loss", "tokens_per_s")
+    """Column of the report that an adaptive sweeper reads."""
     fail_fast: bool = False
     """Stop the sweep at the first failed job."""
     prepare_parallel: int = 1

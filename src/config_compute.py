@@ -81,6 +81,8 @@ class KernelsConfig:
     """One implementation of attention by name, whatever `name` says; so below."""
     grouped_mm: str | None = None
     """One implementation of the grouped matrix product by name."""
+    grouped_mm_fp8: str | None = None
+    """One implementation of the grouped matrix product in fp8 by name."""
     local_experts: str | None = None
     """One implementation of stages 2 to 5 of a layer whose experts are all here by name."""
     expert_bias: str | None = None
@@ -107,6 +109,10 @@ class KernelsConfig:
     """One implementation of heads of latent attention by name."""
     linear: str | None = None
     """One implementation of projections by name."""
+    linear_fp8: str | None = None
+    """One implementation of projections in fp8 by name."""
+    quantise_weight: str | None = None
+    """One implementation of weights in fp8 by name."""
     linear_cross_entropy: str | None = None
     """One implementation of head and loss by name."""
     accumulate: str | None = None
@@ -119,6 +125,8 @@ class KernelsConfig:
     """How tuned Triton kernels get a config: `auto` times them, `pinned` keeps the first allowed.
 
     `determinism=bitwise` pins whatever is set."""
+    gemm_tuning: str = "none"
+    """File of tuned dense products that `scripts/tune_gemm.py` wrote for this card, or `none`."""
     quirks_disabled: list[str] = field(default_factory=list)
     """Patches of other packages' faults that are not made, by id; `kernels.json` lists the ids."""
 
@@ -148,7 +156,9 @@ class PrecisionConfig:
     first_moment: str = choice("auto", "bf16")
     """AdamW's first moment: as the masters, or in bf16, 2 bytes a parameter less (master, split)."""
     fp8: str = choice("none", "dense", "dense_experts")
-    """Which products run in fp8."""
+    """Products in fp8: of projections, shared experts and dense FFNs; and those of routed experts."""
+    fp8_recipe: str = choice("tensor", "row")
+    """Scales of `dense` products: one a tensor, or one a row with weight gradients in bf16."""
 
 
 @dataclass
@@ -168,8 +178,29 @@ class DeterminismConfig:
 
 
 @dataclass
+class ThresholdsConfig:
+    """What a node must have to pass `launcher.checks` and `scripts/doctor.py`."""
+
+    disk: str = "10GiB"
+    """Free space where runs, data and caches lie."""
+    shm: str = "64MiB"
+    """Size of `/dev/shm`, through which the ranks of a node exchange data."""
+    memlock: str = "0"
+    """Memory that a process may lock, which InfiniBand needs; or `unlimited`."""
+    clock: str = field(default="5s", metadata={"duration": True})
+    """Most that the clock may differ from that of the disk with the runs, which all nodes share."""
+    probe: str = field(default="15s", metadata={"duration": True})
+    """After this long a check that has not answered is a `timeout`, and a probe of a GPU is killed."""
+    device_memory: str = "2GiB"
+    """Most memory of a GPU that may be taken before ranks start; the probe's own context is half a GiB."""
+
+
+@dataclass
 class PlatformConfig:
     """The kind of device."""
 
     name: str = choice("auto", "cpu", "cuda", "rocm")
     """`auto` takes a GPU if there is one."""
+    network: str = choice("none", "ib", "roce", "ainic", "ethernet")
+    """What nodes are joined by; `none` leaves it to NCCL, `ethernet` takes sockets, `ainic` is AMD's card."""
+    thresholds: ThresholdsConfig = field(default_factory=ThresholdsConfig)

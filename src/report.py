@@ -20,6 +20,7 @@ from src.report_facts import (
     mesh_differences,
     read_run,
     row,
+    speed_notes,
     swept_keys,
 )
 from src.report_seeds import MEASURES, by_seed, seed_table
@@ -90,7 +91,7 @@ def evaluations_table(evaluations: list[Record]) -> str:
 def write_sweep_report(directory: Path, runs: list[RunFacts], unread: list[str], figure: bool) -> Path:
     """The report of the runs below a directory; `unread` are lines on those that could not be read."""
     found, notes = groups(runs)
-    notes = [*notes, *unread]
+    notes = [*notes, *speed_notes(found), *unread]
     meshes = mesh_differences(runs)
     keys = swept_keys(runs)
     rows = [{**{key: run.overrides.get(key) for key in keys}, **row(run)} for run in runs]

@@ -43,6 +43,8 @@ class RunFacts:
     code: Record
     steps: list[Record]
     evaluations: list[Record]
+    jobs: int = 1
+    """Jobs of its sweep that shared the machine with it, itself included."""
 
     @property
     def state(self) -> str:
@@ -60,6 +62,7 @@ def read_run(run: Path) -> RunFacts:
         code=read_json(run / "code.json") or {},
         steps=read_steps(run / "metrics.jsonl"),
         evaluations=read_steps(run / "evaluation.jsonl"),
+        jobs=int((read_json(run / "plan.json") or {}).get("jobs", 1)),
     )
 
 
@@ -110,6 +113,7 @@ def row(run: RunFacts) -> Record:
         "heldout_loss": number(heldout.get("loss")),
         "bits_per_byte": number(heldout.get("bits_per_byte")),
         "tokens_per_s": statistics.median(speeds) if speeds else None,
+        "side_by_side": run.jobs,
     }
 
 
@@ -217,6 +221,21 @@ def average(group: Group) -> Record:
             sd = statistics.stdev(values) if len(values) > 1 else None
             summary[name] = {"mean": statistics.fmean(values), "sd": sd, "n": len(values)}
     return summary
+
+
+def speed_notes(found: list[Group]) -> list[str]:
+    """What tokens/s means where jobs shared the machine: a line for each group that is not of runs alone."""
+    notes = []
+    for group in found:
+        counts = sorted({run.jobs for run in group.runs})
+        if len(counts) > 1:
+            words = " and ".join(f"{k} (n={sum(r.jobs == k for r in group.runs)})" for k in counts)
+            notes.append(f"tokens_per_s of {group.name} mixes runs of {words} jobs side by side.")
+    shared = sorted({run.jobs for group in found for run in group.runs} - {1})
+    if shared:
+        sizes = ", ".join(str(k) for k in shared)
+        notes.append(f"Jobs ran {sizes} side by side: their tokens_per_s is that of a shared machine.")
+    return notes
 
 
 def mesh_differences(runs: list[RunFacts]) -> list[Record]:

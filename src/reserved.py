@@ -14,9 +14,6 @@ RESERVED: dict[str, dict[str, str]] = {
         "megatron": "no Megatron engine stands behind the loop",
         "automodel": "no AutoModel engine stands behind the loop",
     },
-    "launcher": {
-        "spur": "jobs cannot be submitted to Spur yet",
-    },
     "data": {
         "hf": "datasets of the hub cannot be prepared yet",
         "tokens": "ready token files cannot be read yet",
@@ -24,15 +21,9 @@ RESERVED: dict[str, dict[str, str]] = {
         "mixture": "corpora cannot be mixed yet",
     },
     "optimizer": {"muon": "Muon is not written yet"},
-    "platform": {"rocm": "the environment of AMD devices is not described yet"},
     "logger": {"mlflow": "there is no mlflow tracker yet"},
-    "container": dict.fromkeys(
-        ("docker", "podman", "apptainer", "pyxis"), "ranks cannot be started in a container yet"
-    ),
 }
 """Group → reserved option → why it is refused."""
-
-_FP8 = dict.fromkeys(("dense", "dense_experts"), "no product runs in fp8 yet")
 
 
 def refusal(group: str, option: str, existing: list[str]) -> Problem | None:
@@ -57,12 +48,8 @@ def _values(config: Config) -> list[tuple[str, str, dict[str, str]]]:
     named = [
         ("model.family", config.model.family, "model"),
         ("backend.name", config.backend.name, "backend"),
-        ("launcher.name", config.launcher.name, "launcher"),
         ("data.kind", config.data.kind, "data"),
         ("optimizer.kind", config.optimizer.kind, "optimizer"),
-        ("platform.name", config.platform.name, "platform"),
-        ("container.name", config.container.name, "container"),
         *(("logger.kinds", kind, "logger") for kind in config.logger.kinds),
     ]
-    fp8 = ("precision.fp8", config.precision.fp8, _FP8)
-    return [fp8, *((key, value, RESERVED[group]) for key, value, group in named)]
+    return [(key, value, RESERVED[group]) for key, value, group in named]

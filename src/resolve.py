@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from src.config import Config
+from src.errors import Problem, UserError
 from src.models.hf import fill
 from src.models.schema import HfConfig
 from src.trainer.data import keys
@@ -38,11 +39,34 @@ def _resolve_paths(config: Config) -> None:
     for part, name in ((config.paths, "cache"), (config.logger, "copy_to"), (config, "init_from")):
         value = getattr(part, name)
         setattr(part, name, None if value is None else _absolute(value))
+    if config.kernels.gemm_tuning != "none":
+        config.kernels.gemm_tuning = _absolute(config.kernels.gemm_tuning)
+    config.launcher.exclude = _nodes(config.launcher.exclude)
+    image = config.container.image
+    if image is not None and image.startswith((".", "~")):
+        config.container.image = _absolute(image)
     if "/" in config.resume:
         config.resume = _absolute(config.resume)
     path = config.tokenizer.path
     if path is not None and Path(path).expanduser().exists():
         config.tokenizer.path = _absolute(path)
+
+
+def _nodes(text: str | None) -> str | None:
+    """`@FILE` as the nodes that the file lists, by commas or lines; None if it lists none (CHECK-2).
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if text is None or not text.startswith("@"):
+        return text
+    try:
+        listed = Path(text[1:]).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        message = f"{text[1:]} cannot be read: {error.strerror}"
+        fix = "type launcher.exclude=@FILE, a list of nodes such as scripts/doctor.py --nodes writes"
+        raise UserError([Problem("launcher.exclude", message, fix, "CHECK-2")]) from error
+    return ",".join(listed.replace(",", " ").split()) or None
 
 
 def _absolute(path: str) -> str:

@@ -39,6 +39,8 @@ MAY_DIFFER = [
     "micro_batch_size",
     "optimizer",
     "precision.first_moment",
+    "precision.fp8",
+    "precision.fp8_recipe",
     "data.prefetch",
     "data.prepare",
     "data.allow_change",

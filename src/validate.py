@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from src import durations, reserved
 from src.config import Config
@@ -20,6 +21,8 @@ from src.trainer.checkpoint.directory import size_in_bytes
 from src.trainer.data import keys
 from src.trainer.parallel import rules
 from src.validate_backend import backend_problems, force_problems
+from src.validate_container import container_problems
+from src.validate_fp8 import fp8_problems
 
 TRACKERS = ("wandb", "tensorboard")
 MAX_BETA = 0.99
@@ -110,6 +113,7 @@ def _durations(config: Config) -> Iterator[Problem]:
         ("launcher.timeout", config.launcher.timeout),
         ("launcher.collective_timeout", config.launcher.collective_timeout),
         ("data.prepare.timeout", config.data.prepare.timeout),
+        ("platform.thresholds.probe", config.platform.thresholds.probe),
     ):
         if durations.seconds(text) == 0:
             yield Problem(key, f"{text} is no time at all", f"type {key}=5m", "CFG-5")
@@ -303,11 +307,23 @@ def _precision(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, f"optimizer.betas[0] up to {MAX_BETA}, or {key}=auto", "OP-4")
 
 
-def _checkpoint(config: Config) -> Iterator[Problem]:
-    try:
-        size_in_bytes(config.checkpoint.verify)
-    except UserError as error:
-        yield from error.problems
+def _sizes_of_bytes(config: Config) -> Iterator[Problem]:
+    limits = config.platform.thresholds
+    memlock = "0" if limits.memlock == "unlimited" else limits.memlock
+    sizes = {
+        "disk": limits.disk,
+        "shm": limits.shm,
+        "device_memory": limits.device_memory,
+        "memlock": memlock,
+    }
+    named = {f"platform.thresholds.{name}": text for name, text in sizes.items()}
+    if config.launcher.gpu_memory is not None:
+        named["launcher.gpu_memory"] = config.launcher.gpu_memory
+    for key, text in {"checkpoint.verify": config.checkpoint.verify, **named}.items():
+        try:
+            size_in_bytes(text)
+        except UserError as error:
+            yield from (replace(problem, key=key, fix=f"type {key}=64GiB") for problem in error.problems)
 
 
 def _resume(config: Config) -> Iterator[Problem]:
@@ -330,6 +346,13 @@ def _logger(config: Config) -> Iterator[Problem]:
             "type launcher.parallel=auto or 2",
             "LOCAL-3",
         )
+
+
+def _network(config: Config) -> Iterator[Problem]:
+    platform = config.platform
+    if platform.network == "ainic" and platform.name in ("cpu", "cuda"):
+        message = f"ainic is a card of AMD's that RCCL drives, but platform={platform.name}"
+        yield Problem("platform.network", message, "type platform=rocm, or another network", "ENV")
 
 
 def _profile(config: Config) -> Iterator[Problem]:
@@ -356,6 +379,7 @@ def _profile(config: Config) -> Iterator[Problem]:
 
 
 _PARTS = (
-    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline),
-    *(_model, backend_problems, force_problems, _precision, _checkpoint, _resume, _logger, _profile),
+    *(_ranges, _durations, _names, _sweep, _kernels, _schedule, _pipeline, _network),
+    *(_model, backend_problems, force_problems, container_problems, fp8_problems),
+    *(_precision, _sizes_of_bytes, _resume, _logger, _profile),
 )

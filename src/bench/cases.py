@@ -27,7 +27,8 @@ class Options:
     precisions: tuple[str, ...]
     """Of our side."""
     peer: str | None
-    """The other side: `transformers`, or `eager`, our own with reference kernels; None: ours alone."""
+    """The other side: `transformers`; `eager`, our own with reference kernels; `plain`, our own without the
+    overrides of `ours`; None: ours alone."""
     peer_precision: str
     """Of transformers; eager has that of ours."""
     peer_clips: bool
@@ -119,7 +120,8 @@ def _groups(case: str, words: Sequence[str], options: Options) -> Iterator[Group
         return compose([*first, *clipping, *words, *options.overrides, *more]).config
 
     always = options.peer == "eager" or options.peer_clips
-    ours = {p: side(p, p != "bf16" or always, "backend=native", *options.ours) for p in options.precisions}
+    clips = {precision: precision != "bf16" or always for precision in options.precisions}
+    ours = {p: side(p, clips[p], "backend=native", *options.ours) for p in options.precisions}
     if options.peer is None:
         yield Group(case, tuple(ours.values()), None, None)
         return
@@ -130,8 +132,9 @@ def _groups(case: str, words: Sequence[str], options: Options) -> Iterator[Group
             peer = side(options.peer_precision, options.peer_clips, *theirs)
             yield Group(case, tuple(ours.values()), peer, options.peer)
         else:
+            kernels = ["kernels=eager"] if options.peer == "eager" else []
             for precision, config in ours.items():
-                peer = side(precision, True, "backend=native", "kernels=eager", compiles)
+                peer = side(precision, clips[precision], "backend=native", *kernels, compiles)
                 yield Group(case, (config,), peer, options.peer)
 
 

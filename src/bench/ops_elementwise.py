@@ -19,7 +19,8 @@ from src.bench.op_shapes import Shape
 from src.bench.ops_rows import WIDE, Operation, expert_rows, norm, routing
 from src.bench.place import Place
 from src.bench.stopwatch import Inputs
-from src.kernels.linear_cross_entropy import FUSED_ROWS, fused_losses
+from src.kernels.chunk_rows import FUSED_ROWS
+from src.kernels.linear_cross_entropy import fused_losses
 
 
 @dataclass(frozen=True)

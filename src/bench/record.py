@@ -68,7 +68,7 @@ FIELDS: dict[str, Any] = {
     },
     "kernels": (dict,),
     "outcome": (MEASURED, OUT_OF_MEMORY),
-    "engine": ("native", "eager", "transformers"),
+    "engine": ("native", "eager", "plain", "transformers"),
     "comparison": {"name": TEXT, "ours": (list,), "identity": MAYBE_TEXT, "code": MAYBE_TEXT},
     "step_ms": Maybe({"median": NUMBER, "p10": NUMBER, "p90": NUMBER, "all": (list,)}),
     "tokens_per_s": MAYBE_NUMBER,

@@ -7,13 +7,13 @@ either way. It carries no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from src.kernels.attention_rule import differentiable, padded_values, whole_blocks
 from src.kernels.declaration import EAGER, HOPPER_ON, Implementation
 from src.kernels.dtypes import widen
 
@@ -26,14 +26,18 @@ def attention(
     documents_BS: Tensor | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ)·v over the keys j ≤ i of the same document: o [B,S,H,U], lse [B,H,S].
 
-    Scores and softmax are fp32 at least; `documents_BS` None means that each sample is one document, and no
-    operation is issued for it. Of G heads of keys and values, each serves H/G query heads that follow one
-    another. With `window` W, only keys i - W < j count, W with the query's own (ATT-6). `sinks_H` are a logit
-    per head, not scaled, that joins the denominator and has no value (ATT-5). Attention Is All You Need
-    (arXiv 1706.03762, eq. 1); GQA (arXiv 2305.13245, sec. 2.2); sinks as in transformers' `gpt_oss`.
+    Scores and softmax are fp32 at least. Documents are given twice, each kernel reads the form that it wants:
+    `documents_BS`, int32 and never falling along a sample, numbers the document of each position;
+    `cu_seqlens`, int32 [N+1], is where documents and samples begin in the flattened [B·S] positions, and
+    their end. Both None means that each sample is one document, and no operation is issued for it. Of
+    G heads of keys and values, each serves H/G query heads that follow one another. With `window` W, only
+    keys i - W < j count, W with the query's own (ATT-6). `sinks_H` are a logit per head, not scaled, that
+    joins the denominator and has no value (ATT-5). Attention Is All You Need (arXiv 1706.03762, eq. 1); GQA
+    (arXiv 2305.13245, sec. 2.2); sinks as in transformers' `gpt_oss`.
     """
     heads = q_BSHC.shape[2]
     q_BHSC, k_BHSC, v_BHSU = (_shared(widen(x), heads).transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
@@ -66,53 +70,47 @@ def sdpa_cpu(
     documents_BS: Tensor | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` by torch's fused CPU kernel, with the value heads padded to the width of the keys.
 
     The kernel is called by its private name: so it gives the log-sum-exp, and takes a mask beside causality.
     It reads shared key heads where they are, without a copy for each query head.
     """
-    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
-    heads = (q_BHSC, k_BGSC, F.pad(v_BGSU, (0, q_BSHC.shape[-1] - v_BSGU.shape[-1])))
-    mask = _mask(q_BSHC, documents_BS, window)
+    padded_BSGC = F.pad(v_BSGU, (0, q_BSHC.shape[-1] - v_BSGU.shape[-1]))
+    heads, mask = (q_BSHC, k_BSGC, padded_BSGC), _mask(q_BSHC, documents_BS, window)
     if sinks_H is None:
-        o_BHSC, lse_BHS = _FORWARD(*heads, is_causal=True, attn_mask=mask, scale=scale)
+        o_BSHC, lse_BHS = _cpu_forward(*heads, mask, scale, None)
     else:
-        o_BHSC, lse_BHS = _WithSinks.apply(*heads, sinks_H, mask, scale)  # type: ignore[no-untyped-call]
-    return o_BHSC[..., : v_BSGU.shape[-1]].transpose(1, 2), lse_BHS
+        o_BSHC, lse_BHS = _cpu_with_sinks(*heads, sinks_H, mask, scale, None)
+    return o_BSHC[..., : v_BSGU.shape[-1]], lse_BHS
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int | None
+) -> Sequence[Tensor]:
+    o_BHSC, lse_BHS = _FORWARD(*_heads_first(q, k, v), is_causal=True, attn_mask=mask, scale=scale)
+    return o_BHSC.transpose(1, 2), lse_BHS
+
+
+def _cpu_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BHS: Tensor,
+    mask: Tensor | None, scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do, q, k, v, o = _heads_first(do, q, k, v, o)
+    grads = _BACKWARD(do, q, k, v, o, lse_BHS, 0.0, True, attn_mask=mask, scale=scale)
+    dq, dk, dv = _heads_first(*grads)
+    return dq, dk, dv
 
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cpu_with_sinks = differentiable(_cpu_forward, _cpu_backward)
 
 
-class _WithSinks(torch.autograd.Function):
-    """The fused kernel knows no sinks, but its backward takes whatever output and log-sum-exp it is given.
-
-    With l over the keys alone, the sink a makes them l' = log(e^l + e^a) and o' = o·exp(l - l'), and
-    da = -Σ exp(a - l')·(do·o') (ATT-5).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        o_BHSC, keys_BHS = _FORWARD(q, k, v, is_causal=True, attn_mask=mask, scale=scale)
-        lse_BHS = torch.logaddexp(keys_BHS, widen(sinks_H)[:, None])
-        o_BHSC = (o_BHSC * (keys_BHS - lse_BHS).exp()[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks_H, mask, o_BHSC, lse_BHS)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(lse_BHS)
-        return o_BHSC, lse_BHS
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks_H, mask, o_BHSC, lse_BHS = ctx.saved_tensors
-        do_BHSC = grads[0]
-        dq, dk, dv = _BACKWARD(do_BHSC, q, k, v, o_BHSC, lse_BHS, 0.0, True, attn_mask=mask, scale=ctx.scale)
-        share_BHS = (widen(sinks_H)[:, None] - lse_BHS).exp()
-        pulled_BHS = (widen(do_BHSC) * widen(o_BHSC)).sum(-1)
-        return dq, dk, dv, -(share_BHS * pulled_BHS).sum((0, 2)).to(sinks_H.dtype), None, None
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[B,S,H,C] to [B,H,S,C] and back; views."""
+    return [x.transpose(1, 2) for x in tensors]
 
 
 def _mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> Tensor | None:
@@ -132,22 +130,62 @@ def _distance(documents_BS: Tensor) -> Tensor:
 
 
 def sdpa_cudnn(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    documents_BS: Tensor | None,
+    window: None = None,
+    sinks_H: Tensor | None = None,
+    cu_seqlens: None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` over whole samples by cuDNN.
 
     Called by its private name, as SDPA's choice depends on switches of the process and drops the log-sum-exp.
     """
     assert documents_BS is None, "sdpa_cudnn was chosen for samples that are full documents"
-    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
-    o_BHSU, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q_BHSC, k_BGSC, v_BGSU, None, True, 0.0, True, False, scale=scale
-    )
-    return o_BHSU.transpose(1, 2), lse.view(q_BHSC.shape[:3])
+    heads = (q_BSHC, k_BSGC, v_BSGU)
+    if sinks_H is not None:
+        return _cudnn_with_sinks(*heads, sinks_H, None, scale, None)
+    o_BSHU, lse_BHS, *_ = _cudnn_forward(*heads, None, scale, None)
+    return o_BSHU, lse_BHS
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, extra: None, scale: float, window: None
+) -> tuple[Tensor, ...]:
+    q, k, v = _heads_first(q, k, v)
+    o_BHSU, lse, _, _, _, _, seed, offset, _ = _CUDNN(q, k, v, None, True, 0.0, True, False, scale=scale)
+    return o_BHSU.transpose(1, 2), lse.view(q.shape[:3]), seed, offset
+
+
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_BHS: Tensor,
+    extra: None, scale: float, window: None, seed: Tensor, offset: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    length, (do, q, k, v, o) = q.shape[1], _heads_first(do, q, k, v, o)
+    grads = _CUDNN_BACKWARD(
+        do, q, k, v, o, lse_BHS.contiguous()[..., None], seed, offset, None, None, None, length, length,
+        0.0, True, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = _heads_first(*grads)
+    return dq, dk, dv
+
+
+_CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
+_CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_cudnn_with_sinks = differentiable(_cudnn_forward, _cudnn_backward)
 
 
 def sdpa_efficient(
-    q_BSHC: Tensor, k_BSGC: Tensor, v_BSGU: Tensor, scale: float, documents_BS: Tensor | None
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    documents_BS: Tensor | None,
+    window: None = None,
+    sinks_H: None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention` by torch's memory-efficient kernel, which takes a mask: packed samples of any widths."""
     length = q_BSHC.shape[1]
@@ -161,12 +199,6 @@ def sdpa_efficient(
         bias_BHSS, True, 0.0, True, scale=scale,
     )  # fmt: skip
     return o_BHSU.transpose(1, 2), lse[..., :length]
-
-
-def _whole_blocks(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
-    """The CUDA kernels read heads in blocks of 16 bytes."""
-    bad = [f"{name} {widths[name]}" for name in ("key", "value") if widths.get(name, 0) * dtype.itemsize % 16]
-    return f"needs head widths of a multiple of 16 bytes, which {', '.join(bad)} are not" if bad else None
 
 
 IMPLEMENTATIONS = (
@@ -188,11 +220,7 @@ IMPLEMENTATIONS = (
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks"}),
-        shapes=lambda widths, dtype: (
-            "needs value heads no wider than key heads"
-            if widths.get("value", 0) > widths.get("key", 0)
-            else None
-        ),
+        shapes=padded_values,
     ),
     Implementation(
         "attention",
@@ -204,8 +232,8 @@ IMPLEMENTATIONS = (
         devices=frozenset({"cuda"}),
         archs=HOPPER_ON,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        features=frozenset({"unequal_widths", "gqa"}),
-        shapes=_whole_blocks,
+        features=frozenset({"unequal_widths", "gqa", "sinks"}),
+        shapes=whole_blocks,
     ),
     Implementation(
         "attention",
@@ -217,6 +245,6 @@ IMPLEMENTATIONS = (
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         features=frozenset({"packed", "unequal_widths", "gqa"}),
-        shapes=_whole_blocks,
+        shapes=whole_blocks,
     ),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from src.kernels.declaration import EAGER, Implementation
-from src.kernels.dtypes import widen
+from src.kernels.dtypes import narrow, widen
 from src.kernels.rows import gather_sum, weighted_spread
 
 Gradients = tuple[Tensor, None, Tensor, Tensor]
@@ -26,7 +26,7 @@ class _Combine(torch.autograd.Function):
         out_TD = widen(residual_TD)
         for y_TD, weight_T in zip(widen(y_TKD).unbind(1), weights_TK.unbind(1), strict=True):
             out_TD = torch.addcmul(out_TD, y_TD, weight_T[:, None])
-        return out_TD.to(residual_TD.dtype)
+        return narrow(out_TD, residual_TD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:

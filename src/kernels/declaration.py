@@ -16,6 +16,9 @@ EAGER = "eager"
 HOPPER_ON = frozenset({"sm90", "sm100", "sm103", "sm120"})
 """Architectures that have what Hopper brought."""
 
+AMPERE_ON = HOPPER_ON | {"sm80", "sm86", "sm87", "sm89"}
+"""Those that have what Ampere brought."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -41,8 +44,8 @@ class Need:
     """Abilities: `packed` (documents stay apart), `unequal_widths` (value and key heads of two widths), `gqa`
     (fewer heads of keys and values than of queries), `window` (keys too far back are not seen), `sinks` (one
     more logit in the denominator of a softmax), `clamped` (a gated activation within bounds),
-    `biased_experts` (experts with biases), `context_parallel` (keys come in blocks, forward and backward,
-    with the log-sum-exp over all blocks)."""
+    `biased_experts` (experts with biases), `fp8_experts` (experts whose products run in fp8),
+    `context_parallel` (keys come in blocks, forward and backward, with the log-sum-exp over all blocks)."""
     widths: Mapping[str, int] = field(default_factory=dict)
     """Sizes that a shape predicate reads, such as `in` and `out` of a grouped product."""
 
@@ -66,6 +69,9 @@ class Implementation:
     """Whether two runs of the forward, and of the backward, are bitwise equal."""
     saves: str
     """What the backward pass keeps."""
+    by_switch: bool = False
+    """Whether the backward is so only under torch's switch for deterministic algorithms, which
+    determinism=bitwise sets (DET-6)."""
     source: str = "torch"
     """What it is made of: `torch` (plain operations), `library` (another's kernel) or `triton` (ours)."""
     devices: frozenset[str] | None = None
@@ -76,6 +82,8 @@ class Implementation:
     """Dtypes of its tensors; None is any floating dtype."""
     features: frozenset[str] = frozenset()
     """Abilities it has, of those that a `Need` may name."""
+    apart: tuple[frozenset[str], ...] = ()
+    """Abilities that it has one by one, and not together."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distribution → versions that it was written for, as a specifier such as `>=4,<5`."""
     shapes: Callable[[Mapping[str, int], torch.dtype], str | None] = lambda widths, dtype: None
@@ -89,6 +97,9 @@ class Implementation:
             return lacks
         if need.features - self.features:
             return f"cannot do {_listed(need.features - self.features)}"
+        for together in self.apart:
+            if together <= need.features:
+                return f"cannot do {_listed(together)} together"
         for package, versions in self.packages.items():
             found = device.packages.get(package)
             if found is None or not SpecifierSet(versions).contains(found, prereleases=True):

@@ -14,3 +14,12 @@ def accumulate(dtype: torch.dtype) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """`x` in its accumulation dtype; `x` itself where it is that already."""
     return x.to(accumulate(x.dtype))
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in that dtype, and untouched where it has it.
+
+    What a cast hands on as it is has no gradient where torch 2.11 compiles a rule of autograd that returns
+    it (quirk `traced_cast`).
+    """
+    return x if x.dtype == dtype else x.to(dtype)

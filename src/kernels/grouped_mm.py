@@ -55,7 +55,9 @@ def library_rows_cuda(x_ND: Tensor, w_EMD: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def library_outer(y_NM: Tensor, x_ND: Tensor, offs_E: Tensor) -> Tensor:
-    """`loop_outer` by torch's grouped product."""
+    """`loop_outer` by torch's grouped product, which takes no empty rows on a GPU."""
+    if not y_NM.shape[0]:
+        return x_ND.new_zeros(offs_E.shape[0], y_NM.shape[1], x_ND.shape[1])
     return F.grouped_mm(y_NM.T, x_ND, offs=offs_E)
 
 

@@ -7,19 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from src.kernels.chunk_rows import CHUNK_ROWS, FUSED_ROWS
 from src.kernels.declaration import EAGER, Implementation
 from src.kernels.dtypes import accumulate
 
 IGNORE = -100
 """Label of a position without a target."""
 
-CHUNK_ROWS = 256
-"""Rows whose logits exist at one time, in one buffer. A larger one goes back to the system and comes zeroed
-anew each time, which on CPU cost as much again as the products (512 rows of 8,192)."""
-
-
-FUSED_ROWS = 4096
-"""The same on a GPU: enough for products at full rate, 1.25 GB of logits in bf16 for 152k ids."""
 SCALED = 2048
 """Elements of a program that scales."""
 FUSED_BLOCK = 4096
@@ -114,7 +108,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def fused_losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Tensor, grad: bool) -> None:
-    """Fill `loss_C`; with `grad`, put (softmax − one-hot)·scale in the place of the logits."""
+    """Fill `loss_C`; with `grad`, put (softmax − one-hot)·scale in the place of the logits.
+
+    On the meta device there is nothing to fill.
+    """
+    if logits_CV.is_meta:
+        return
     from src.kernels.fused.cross_entropy import cross_entropy_kernel
 
     rows, V = logits_CV.shape
@@ -126,6 +125,8 @@ def fused_losses(logits_CV: Tensor, labels_C: Tensor, scale: Tensor, loss_C: Ten
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` times a scalar on the device, rounded once; torch's loop over two dtypes takes thrice that."""
+    if x.is_meta:
+        return torch.empty_like(x, dtype=dtype)
     from src.kernels.fused.cross_entropy import scaled_copy_kernel
 
     out = torch.empty_like(x, dtype=dtype)
@@ -136,10 +137,10 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _accumulate(dw_VD: Tensor, dlogits_CV: Tensor, h_CD: Tensor, is_first: bool) -> None:
     """dw (+)= dlogitsᵀ·h in fp32; on CUDA the product itself adds, without a rounded copy in between."""
-    if not dw_VD.is_cuda or dlogits_CV.dtype == torch.float32:
+    if dw_VD.device.type == "cpu" or dlogits_CV.dtype == torch.float32:
         product = dlogits_CV.T @ h_CD
         dw_VD.copy_(product) if is_first else dw_VD.add_(product)
-    elif is_first:
+    elif is_first or dw_VD.is_meta:  # Torch 2.11 knows no shape of the sum.
         torch.mm(dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)
     else:
         torch.addmm(dw_VD, dlogits_CV.T, h_CD, out_dtype=torch.float32, out=dw_VD)

@@ -118,7 +118,8 @@ IMPLEMENTATIONS = (
         local_experts,
         deterministic=(True, True),
         saves="rows, gate_up, inner, outputs",
-        features=frozenset({"biased_experts"}),  # Chosen, it leaves the stages to the layer, one by one.
+        # Chosen, it leaves the stages to the layer, one by one.
+        features=frozenset({"biased_experts", "fp8_experts"}),
     ),
     Implementation(
         "local_experts",

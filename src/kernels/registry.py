@@ -41,6 +41,7 @@ class Ops:
 
     attention: Callable[..., Any]
     grouped_mm: Callable[..., Any]
+    grouped_mm_fp8: Callable[..., Any]
     expert_bias: Callable[..., Any]
     route: Callable[..., Any]
     sort_by_expert: Callable[..., Any]
@@ -54,6 +55,8 @@ class Ops:
     latent_heads: Callable[..., Any]
     router_linear: Callable[..., Any]
     linear: Callable[..., Any]
+    linear_fp8: Callable[..., Any]
+    quantise_weight: Callable[..., Any]
     linear_cross_entropy: Callable[..., Any]
     accumulate: Callable[..., Any]
     grad_norm: Callable[..., Any]
@@ -75,15 +78,30 @@ class Ops:
         return {"operations": operations, "device": device, "torch": torch.__version__, "packages": versions}
 
 
+@dataclass(frozen=True)
+class Case:
+    """Needs of one operation for which `auto` has an order of its own."""
+
+    words: str
+    """Which they are."""
+    holds: Callable[[Need], bool]
+    order: tuple[str, ...]
+
+
 OPERATIONS = tuple(f.name for f in fields(Ops) if f.name not in ("device", "choices"))
+
+# By measured rates (LOG.md), the padded one last, which only determinism=bitwise comes to.
+_WHOLE, _REST = ("sdpa_cudnn", "sdpa_flash", "varlen_attn"), ("sdpa_efficient", "sdpa_flash_padded")
+ATTENTION = (*_WHOLE, "flash_attn_4", "flex_attention", *_REST)
 
 # Order in which `auto` tries the implementations, by device kind; the reference comes last everywhere. An
 # operation without a row has the reference only. The order on CPU was measured (LOG.md).
 AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {"attention": ("sdpa_cpu",), "grouped_mm": ("torch_grouped_mm",)},
     "cuda": {
-        "attention": ("sdpa_cudnn", "sdpa_efficient"),
+        "attention": ATTENTION,
         "grouped_mm": ("quack", "torch_grouped_mm_cuda"),
+        "grouped_mm_fp8": ("scaled_grouped_mm",),
         "local_experts": ("quack",),
         "route": ("triton",),
         "sort_by_expert": ("triton",),
@@ -95,12 +113,30 @@ AUTO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "latent_heads": ("triton", "real"),
         "router_linear": ("split",),
         "swiglu": ("triton",),
+        "linear_fp8": ("scaled_mm",),
+        "quantise_weight": ("triton",),
         "linear_cross_entropy": ("triton",),
         "accumulate": ("triton",),
         "grad_norm": ("triton",),
         "adamw": ("triton",),
     },
 }
+
+CASES: Mapping[tuple[str, str], tuple[Case, ...]] = {
+    ("cuda", "attention"): (
+        Case(
+            "windows or sinks",
+            lambda need: bool(need.features & {"window", "sinks"}),
+            ("flash_attn_4", "sdpa_cudnn", "flex_attention", "varlen_attn", "sdpa_flash_padded"),
+        ),
+        Case(
+            "heads of 64 numbers",
+            lambda need: need.widths.get("key") == 64,
+            ("flash_attn_4", *_WHOLE, "flex_attention", *_REST),
+        ),
+    )
+}
+"""Device kind and operation → the cases that come before its row of `AUTO`, the first that holds counts."""
 
 
 def resolve(
@@ -138,7 +174,7 @@ def choose(
         if wanted is not None and (wanted not in known or lacks[wanted]):
             problems.append(_unavailable(operation, wanted, lacks))
             continue
-        order = (wanted,) if wanted is not None else _order(kernels.name, device, operation, known)
+        order = (wanted,) if wanted is not None else _order(kernels.name, device, operation, known, need)
         name = next((name for name in order if lacks[name] is None), None)
         if name is None:  # Only of kernels=triton, which leaves nothing in Triton to the reference.
             without.setdefault(f"{order[0]} {lacks[order[0]]}", []).append(operation)
@@ -175,9 +211,12 @@ def _installed() -> dict[str, str]:
     return {package: version for package, version in found.items() if version is not None}
 
 
-def _order(name: str, device: Device, operation: str, known: Mapping[str, Implementation]) -> tuple[str, ...]:
+def _order(
+    name: str, device: Device, operation: str, known: Mapping[str, Implementation], need: Need
+) -> tuple[str, ...]:
     """What is tried in turn. `library` takes another's kernel where there is one, `triton` ours."""
     auto = AUTO.get(device.kind, {}).get(operation, ())
+    auto = next((c.order for c in CASES.get((device.kind, operation), ()) if c.holds(need)), auto)
     if name == EAGER:
         return (EAGER,)
     if name == "auto":

@@ -11,9 +11,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,21 @@ from src.errors import Problem, UserError
 from src.launchers import node
 from src.launchers.bar import Display
 from src.launchers.batch import settle_nodes
-from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
-from src.launchers.launch import Launch, check_log_copy, finish, log_files, papers, prepare_for
-from src.launchers.outcome import node_records
+from src.launchers.caches import cache_root
+from src.launchers.direct_store import await_records, key, open_store, publish, send_records
+from src.launchers.environment import Environment, Setting, cores, rank_environment
+from src.launchers.launch import Launch, check_log_copy, check_tuning, finish, log_files, papers, prepare_for
 from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.launchers.settle import settle
+from src.launchers.storage import check_storage
 from src.launchers.watch import LOOK, Ended, Screen
-from src.machine import find_machine
+from src.machine import ask_driver, find_machine
+from src.records import write_atomic
 from src.status import Status
 
-WAIT = timedelta(hours=1)
-"""How long ranks wait for rank 0, which may be preparing data."""
-RECORDS = 10.0
-"""Seconds that the first node waits for the records of the others."""
+STEP_PORTS = 101
+"""Distance between the ports of the config's store and of the agents, where srun starts agents."""
 
 
 @dataclass
@@ -64,6 +63,7 @@ class Opened:
 
 def run_direct(place: Place, overrides: list[str]) -> int:
     """Run this process's part of the launch and return its exit code."""
+    node.check_address(place.address)
     if place.rank > 0:
         return join(place)
     try:
@@ -83,17 +83,26 @@ def run_direct(place: Place, overrides: list[str]) -> int:
 def lead(place: Place, overrides: list[str]) -> Opened | int:
     """Compose, find the directory and open the attempt; a code where there is nothing to run."""
     config = compose(overrides).config
-    if config.launcher.name == "slurm":
-        message = f"launcher=slurm inside of {place.source}, which has started the ranks already"
+    if config.launcher.name not in ("local", "direct"):
+        message = (
+            f"launcher={config.launcher.name} inside of {place.source}, which has started the ranks already"
+        )
         raise UserError([Problem("launcher", message, "type launcher=local or direct", "DIRECT-5")])
+    if config.container.name != "none":
+        message = f"{config.container.name}, but {place.source} has started the ranks already"
+        fix = f"put the container around what {place.source} starts, and type container=none"
+        raise UserError([Problem("container", message, fix, "CONT-1")])
+    check_storage(config)
     kind = role(place, config)
     launch = Launch(config, overrides)
-    plan = make_plan(config, overrides)
+    machine = find_machine(config)
+    plan = make_plan(config, overrides, machine if config.dry_run else ask_driver(machine))
     if config.dry_run:
         print(dry_run_text(plan))
         return 0
     check_memory(plan)
     check_log_copy(config)
+    check_tuning(config)
     code = code_record()
     claim = runs.claim(config, code, plan.data_key)
     for note in claim.notes:
@@ -103,25 +112,26 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
     launch.console.line(f"run        {claim.path}, {kind} 0 of {place.tasks} of {place.source}")
     status = Status("running", claim.attempt, config_digest(config))
     try:
-        environment = environment_of(config, place, kind)
+        environment = environment_of(config, place) if kind == "rank" else None
         runs.begin_attempt(claim, papers(launch, plan, environment, code, plan.data_key))
         log_files(launch, claim.path)
         status.write(claim.path)
+        if environment is not None:
+            environment.apply(claim.attempt)
+            os.environ.update(place.variables(claim.attempt))
         prepare_for(launch, claim.path, status)
     except BaseException:
         claim.release()
         raise
-    os.environ.update({**environment.values, **place.variables(claim.attempt)})
     return Opened(launch, claim, status, kind)
 
 
-def environment_of(config: Config, place: Place, kind: str) -> Environment:
-    """The variables of a rank of this node (ENV)."""
-    ranks = place.local_tasks if kind == "rank" else config.mesh.world // place.tasks
+def environment_of(config: Config, place: Place) -> Environment:
+    """The variables of a rank of this node (ENV); an agent finds those of its ranks itself."""
     setting = Setting(
         config,
         find_machine(config).platform,
-        ranks,
+        place.local_tasks,
         cores=cores(),
         cache=cache_root(config)[0],
         meeting=place.address if place.nodes > 1 else None,
@@ -139,8 +149,8 @@ def first_rank(place: Place, opened: Opened) -> int:
                 become_rank(run)
                 settle(opened.status, run, Ended({0: 0}, None, killed=False))
             else:
-                code = node.run_share(run, place.tasks, place.rank, place.address)
-                await_records(run, place.tasks)
+                code = node.run_share(run, node_place(place))
+                await_records(run, place.tasks, store)
                 settle_nodes(opened.status, run, code, launch.config.mesh.world)
     finally:
         opened.claim.release()
@@ -152,11 +162,12 @@ def first_rank(place: Place, opened: Opened) -> int:
     return opened.status.exit_code
 
 
-def await_records(run: Path, nodes: int) -> None:
-    """Wait a little for the records of the other nodes' agents."""
-    end = time.monotonic() + RECORDS
-    while len(node_records(run / "control")) < nodes and time.monotonic() < end:
-        time.sleep(LOOK)
+def node_place(place: Place) -> node.Place:
+    """Which agent this process is, and where agents meet: a pod has one port, a step of srun the job's."""
+    if place.per_node is not None:
+        return node.Place(place.rank, place.tasks, place.address, port=place.port)
+    step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
+    return node.Place(place.rank, place.tasks, place.address, step + STEP_PORTS)
 
 
 class Showing:
@@ -197,30 +208,6 @@ def write_failure(run: Path, rank: int, code: int) -> None:
         status.write(run)
 
 
-def publish(place: Place, message: dict[str, Any]) -> object:
-    """Tell the other ranks; the store must be kept while they may still read."""
-    store = open_store(place)
-    store.set(key(), json.dumps(message))
-    if "code" in message:
-        for rank in range(1, place.tasks):
-            with suppress(Exception):
-                store.wait([f"{key()}/{rank}"], timedelta(seconds=RECORDS))
-    return store
-
-
-def key() -> str:
-    """Key of the message; each start by torchrun has its own."""
-    return f"manyhead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/launch"
-
-
-def open_store(place: Place) -> Any:
-    """The store at which the ranks meet; rank 0 serves it where torchrun's agent does not."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    serves = place.rank == 0 and not place.has_store
-    return TCPStore(place.address, place.port, None, serves, WAIT, wait_for_workers=False, multi_tenant=True)
-
-
 def join(place: Place) -> int:
     """Read what rank 0 publishes, and be replaced by a process that has the right variables."""
     store = open_store(place)
@@ -234,11 +221,12 @@ def join(place: Place) -> int:
         from src.trainer.data.prepare import prepare
 
         prepare(config, lambda text: None)
-    environment = environment_of(config, place, message["role"])
-    os.environ.update({**environment.values, **place.variables(int(message["attempt"]))})
-    words = [sys.executable, "-P", "-m", "src.launchers.direct", str(run), message["role"]]
-    if message["role"] != "rank":
-        words += [str(place.tasks), str(place.rank), place.address]
+    words = [sys.executable, "-P", "-m", "src.launchers.direct", str(run)]
+    if message["role"] == "rank":
+        os.environ.update(environment_of(config, place).of_ranks(int(message["attempt"])))
+        os.environ.update(place.variables(int(message["attempt"])))
+    else:
+        words.append(json.dumps(asdict(place)))
     sys.stdout.flush()
     os.execv(sys.executable, words)
 
@@ -248,8 +236,8 @@ def receive(run: Path, message: dict[str, Any]) -> Config:
     for name in ("control", "ranks"):
         (run / name).mkdir(parents=True, exist_ok=True)
     file = run / "config.yaml"
-    if not file.is_file():
-        file.write_text(message["config"], encoding="utf-8")
+    if not file.is_file() or file.read_text(encoding="utf-8") != message["config"]:
+        write_atomic(file, message["config"])
     config = load_config(file)
     found = config_digest(config)
     if found != message["digest"]:
@@ -257,17 +245,19 @@ def receive(run: Path, message: dict[str, Any]) -> Config:
     return config
 
 
-def main(run: str, kind: str, *numbers: str) -> int:
-    """What a rank other than 0 is replaced by."""
-    if kind != "rank":
-        tasks, rank, address = numbers
-        return node.run_share(Path(run), int(tasks), int(rank), address)
-    log = Path(run) / "ranks" / f"rank_{int(os.environ['RANK']):05d}.log"
+def main(run: Path, agent: str | None = None) -> int:
+    """What a process other than the first is replaced by: a rank, or the agent at a place."""
+    if agent is not None:
+        place = Place(**json.loads(agent))
+        code = node.run_share(run, node_place(place))
+        send_records(run, place)
+        return code
+    log = run / "ranks" / f"rank_{int(os.environ['RANK']):05d}.log"
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
-    become_rank(Path(run))
+    become_rank(run)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    raise SystemExit(main(Path(sys.argv[1]), *sys.argv[2:]))

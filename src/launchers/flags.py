@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from src import durations
@@ -48,7 +48,7 @@ OURS = {
     "signal": "launcher.grace",
     "wrap": "the script is ours",
 }
-"""Flags that `launcher.extra` may not set, and what decides instead."""
+"""Flags that `launcher.extra` and `launcher.flags` may not set, and what decides instead."""
 TYPED = "command line"
 """Origin of what was typed."""
 BARE = (
@@ -96,7 +96,19 @@ class Flag:
 def sbatch_flags(
     config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str
 ) -> list[Flag]:
-    """The flags in a stable order; the last layer that names a flag decides, and it stands once.
+    """What Slurm's sbatch is asked for, see `asked`; raises UserError (2) where others may not."""
+    flags = asked(config, overrides, where, platform, name)
+    if is_signalled(config):
+        grace = durations.seconds(config.launcher.grace)
+        flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
+    flags, problems = with_extra(flags, extra_words(config), overrides, OURS)
+    if problems:
+        raise UserError(problems)
+    return flags
+
+
+def asked(config: Config, overrides: Sequence[str], where: Spread, platform: str, name: str) -> list[Flag]:
+    """The flags of the launcher's keys in a stable order.
 
     Args:
         config: the job's.
@@ -104,9 +116,6 @@ def sbatch_flags(
         where: nodes and ranks per node.
         platform: `cpu` asks for no GPU.
         name: of the job.
-
-    Raises:
-        UserError: `launcher.extra` sets what something else decides (2).
     """
     launcher = config.launcher
     flags = [
@@ -128,30 +137,51 @@ def sbatch_flags(
         value = getattr(launcher, key)
         if value is not None:
             flags += [Flag(key, value, _from(key, value, overrides))]
-    grace = durations.seconds(launcher.grace)
-    flags += [Flag("signal", f"USR2@{grace}", "derived: launcher.grace before the time limit")]
+    return flags
+
+
+def is_signalled(config: Config) -> bool:
+    """Whether the scheduler announces the time limit.
+
+    Its signal may reach every process of a step, and ends the monitor of a podman container (tried with
+    conmon 2.1.6: the container then stops without a save); there the agent looks at the clock itself.
+    """
+    return config.container.name != "podman"
+
+
+def extra_words(config: Config) -> list[tuple[str, str, str]]:
+    """Flags that were asked for by their own names: key below `launcher`, long name, value; the last decides.
+
+    Raises:
+        UserError: `launcher.flags` cannot be read (2).
+    """
+    launcher = config.launcher
     extra = [(f"extra.{key}", long_name(key), value) for key, value in launcher.extra.items()]
-    typed = [("flags", name, value) for name, value in parse_words(launcher.flags).items()]
-    return _with_extra(flags, extra + typed, overrides)
+    return extra + [("flags", name, value) for name, value in parse_words(launcher.flags).items()]
 
 
-def _with_extra(
-    flags: list[Flag], extra: Sequence[tuple[str, str, str]], overrides: Sequence[str]
-) -> list[Flag]:
+def with_extra(
+    flags: Sequence[Flag],
+    extra: Sequence[tuple[str, str, str]],
+    overrides: Sequence[str],
+    ours: Mapping[str, str],
+) -> tuple[list[Flag], list[Problem]]:
     """Each flag once: what was typed goes before what a file says, and the last before the first.
 
-    `extra` has the key below `launcher`, the flag's long name and its value.
+    Also a problem for each flag that only we may set and that says something else; `ours` says what decides
+    it, `extra` is what `extra_words` found.
     """
     merged = {flag.name: flag for flag in flags}
+    problems = []
     for key, name, value in extra:
         before, flag = merged.get(name), Flag(name, value, _from(key, value, overrides))
-        if name in OURS and (before is None or before.value != value):
+        if name in ours and (before is None or before.value != value):
             other = f", {before} ({before.origin}) contradicts it" if before is not None else ""
-            message = f"{flag} is decided elsewhere: {OURS[name]}{other}"
-            raise UserError([Problem(f"launcher.{key}", message, "leave it out", "FLAG")])
+            message = f"{flag} is decided elsewhere: {ours[name]}{other}"
+            problems.append(Problem(f"launcher.{key}", message, "leave it out", "FLAG"))
         if before is None or not before.is_typed or flag.is_typed:
             merged[name] = flag
-    return list(merged.values())
+    return list(merged.values()), problems
 
 
 def parse_words(text: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Following jobs: squeue beside `status.json`, until both agree that a run has ended (SLURM-2, SLURM-6)."""
+"""Following jobs: the queue beside `status.json`, until both agree that a run has ended (SLURM-2, 6)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from src.errors import UserError
-from src.launchers import scheduler
 from src.launchers.bar import Display
 from src.launchers.launch import Launch
-from src.launchers.scheduler import TERMINAL, Seen, Verdict
+from src.launchers.scheduler import SILENT, TERMINAL, Scheduler, Seen, Verdict, job_id, merge
 from src.launchers.settle import fail
 from src.launchers.watch import LOOK, Screen
 from src.status import Status, last_step, read_status
@@ -24,7 +23,7 @@ CANCEL_WAIT = 120.0
 """Seconds that a cancelled job may take to leave the queue."""
 
 
-def is_over(number: str) -> bool:
+def is_over(scheduler: Scheduler, number: str) -> bool:
     """Whether a job is neither waiting nor running; a queue that cannot be asked raises UserError (5)."""
     seen = scheduler.look([number])
     if seen is None:
@@ -36,10 +35,15 @@ LEFT = "job {} is left alone; the same command follows it again"
 
 
 class Queue:
-    """What squeue said last about a few jobs, and since when it says so."""
+    """What the queue said last about the jobs of a few runs, and since when it says so.
 
-    def __init__(self, ids: Iterable[str]) -> None:
-        self.ids = list(ids)
+    A run's job may change: where a scheduler cannot queue a job again, another one takes its place.
+    """
+
+    def __init__(self, scheduler: Scheduler, runs: Iterable[Path]) -> None:
+        self.runs = list(runs)
+        self._scheduler = scheduler
+        self._ids: dict[Path, str] = {}
         self._seen: dict[str, Seen] = {}
         self._since: dict[str, float] = {}
         self._started = time.monotonic()
@@ -50,15 +54,19 @@ class Queue:
     def look(self, soon: bool = False) -> None:
         """Ask again if it is time to; a queue that does not answer changes nothing."""
         now = time.monotonic()
-        if now < self._next or not self.ids:
+        if not self.runs:
+            self._heard = now
+        if now < self._next or not self.runs:
             return
         age = now - self._started
         self._next = now + (OFTEN if soon or age < MINUTE else min(SELDOM, age / MINUTE))
-        seen = scheduler.look(self.ids)
+        ids = {run: job_id(run) for run in self.runs}
+        self._ids = {run: number for run, number in ids.items() if number is not None}
+        seen = self._scheduler.look(self._ids.values())
         if seen is None:
             return
         self._asked, self._heard = True, now
-        for number in self.ids:
+        for number in self._ids.values():
             if number not in self._since or self._state(seen, number) != self._state(self._seen, number):
                 self._since[number] = time.monotonic()
         self._seen = seen
@@ -67,27 +75,29 @@ class Queue:
     def _state(seen: dict[str, Seen], number: str) -> str | None:
         return seen[number].state if number in seen else None
 
-    def state(self, number: str) -> Seen | None:
-        """The last line about a job."""
-        return self._seen.get(number)
+    def state(self, run: Path) -> Seen | None:
+        """The last line about a run's job."""
+        return self._seen.get(self._ids.get(run, ""))
 
-    def verdict(self, number: str, run: Path) -> Verdict | None:
+    def verdict(self, run: Path) -> Verdict | None:
         """How the job of `run` ended; None while it has not, or nobody can say.
 
         Raises:
             UserError: squeue has not answered for so long that nobody will say (5).
         """
-        status, silence = read_status(run), time.monotonic() - self._heard
+        number, status = self._ids.get(run), read_status(run)
+        silence = time.monotonic() - self._heard
         if silence > DEAF and (status or {}).get("state") in TERMINAL:
-            return scheduler.merge(None, status, has_saved(run), silence)
+            return merge(None, status, has_saved(run), silence)
         if silence > GIVE_UP:
-            raise UserError(f"squeue has not answered for {silence:.0f} s: {LEFT.format(number)}", code=5)
-        if not self._asked:
+            left = LEFT.format(number or "without an id")
+            raise UserError(f"squeue has not answered for {silence:.0f} s: {left}", code=5)
+        if not self._asked or number is None or number not in self._since:
             return None
-        seen, waited = self.state(number), time.monotonic() - self._since[number]
-        is_silent = seen is not None and not seen.is_alive and waited >= scheduler.SILENT
-        code = scheduler.batch_code(number) if is_silent else 1
-        return scheduler.merge(seen, status, has_saved(run), waited, code)
+        seen, waited = self.state(run), time.monotonic() - self._since[number]
+        is_silent = seen is not None and not seen.is_alive and waited >= SILENT
+        code = self._scheduler.code(number) if is_silent else 1
+        return merge(seen, status, has_saved(run), waited, code)
 
 
 def has_saved(run: Path) -> bool:
@@ -113,12 +123,16 @@ def write_verdict(run: Path, verdict: Verdict, interrupted: bool) -> Status:
 class Follower:
     """Shows one run while its job waits and runs."""
 
-    def __init__(self, launch: Launch, run: Path, number: str) -> None:
-        self._launch, self._run, self._number = launch, run, number
+    def __init__(self, launch: Launch, scheduler: Scheduler, run: Path) -> None:
+        self._launch, self._scheduler, self._run = launch, scheduler, run
         self._screen = Screen(run, launch.config, launch.console)
-        self._queue = Queue([number])
+        self._queue = Queue(scheduler, [run])
         self._said = ""
         self._cancelled: float | None = None
+
+    @property
+    def _number(self) -> str:
+        return job_id(self._run) or "without an id"
 
     def follow(self) -> Status | None:
         """The status at the job's end; None if the job was left alone after Ctrl-C."""
@@ -128,12 +142,12 @@ class Follower:
                 if signals.came and self._cancelled is None and not self._interrupt():
                     return None
                 if len(signals.came) > 1 or self._is_overdue():
-                    self._launch.console.error(f"job {self._number} was cancelled; not waiting for its end")
+                    self._launch.console.error(self._left())
                     return None
                 state = (read_status(self._run) or {}).get("state")
                 self._queue.look(soon=state in TERMINAL or self._cancelled is not None)
                 self._say_state()
-                verdict = self._queue.verdict(self._number, self._run)
+                verdict = self._queue.verdict(self._run)
                 self._screen.show(display)
                 self._screen.show_error(over=verdict is not None)
                 if verdict is not None:
@@ -142,6 +156,12 @@ class Follower:
 
     def _is_overdue(self) -> bool:
         return self._cancelled is not None and time.monotonic() - self._cancelled > CANCEL_WAIT
+
+    def _left(self) -> str:
+        """What is known of a cancelled job that nobody waits for; asking may have done nothing (SPUR-7)."""
+        seen = self._queue.state(self._run)
+        words = "" if seen is None else f", it was {seen.state} at last"
+        return f"job {self._number} was asked to end{words}; not waiting for its end"
 
     def _interrupt(self) -> bool:
         """Cancel the job, or say how to find it again; True if it was cancelled."""
@@ -153,11 +173,11 @@ class Follower:
             return False
         self._launch.console.line(f"{name}: cancelling job {self._number}; once more leaves at once")
         self._cancelled = time.monotonic()
-        scheduler.cancel([self._number])
+        self._scheduler.cancel([self._number])
         return True
 
     def _say_state(self) -> None:
-        seen = self._queue.state(self._number)
+        seen = self._queue.state(self._run)
         if seen is None:
             return
         words = f"{seen.state.lower()}" + (f" ({seen.reason})" if seen.reason not in ("None", "") else "")

@@ -20,12 +20,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="jobs of the sweep side by side")
+    parser.add_argument("--seat", type=int, default=0, help="which of them this is")
     parser.add_argument("--worker", default=WORKER, help="module that a rank runs")
     arguments = parser.parse_args()
     die_with_parent()
     config = load_config(arguments.folder / "config.yaml")
     overrides = override_list(arguments.folder / "overrides.yaml")
-    return run_one(config, overrides, arguments.worker, arguments.jobs)
+    return run_one(config, overrides, arguments.worker, arguments.jobs, arguments.seat)
 
 
 if __name__ == "__main__":

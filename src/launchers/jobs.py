@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from src.code_identity import CHECKOUT
 from src.compose import dump_config
@@ -28,6 +30,18 @@ from src.status import read_status
 
 ENDED = ("done", "stopped", "failed", "cancelled")
 """States that a job does not leave."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a job has of this machine while it runs."""
+
+    number: int
+    """The lowest that no running job has."""
+    beside: int
+    """Jobs that share the machine, this one included."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """What shows it its GPUs."""
 
 
 @dataclass
@@ -53,9 +67,9 @@ class Job:
     """The GPUs it has while it runs; None on a CPU."""
     builds_data: bool = False
     """Whether it builds its data itself, on its nodes (`data.prepare.where=job`)."""
+    seat: Seat | None = None
+    """What else it has of this machine while it runs here."""
     process: subprocess.Popen[bytes] | None = None
-    remote: str | None = None
-    """The scheduler's id of a job that was submitted."""
     folder: Path | None = None
     progress: Progress | None = None
     started: float = 0.0
@@ -71,27 +85,30 @@ class Job:
         self.state, self.code, self.reason = state, code, reason
 
 
-def swept_places(overrides: Sequence[Sequence[str]]) -> list[int]:
-    """Places in the jobs' overrides where the jobs differ; all places where there is one job only."""
-    places = range(len(overrides[0]))
-    return [k for k in places if len({job[k] for job in overrides}) > 1] or list(places)
+def swept_places(overrides: Sequence[str], typed: Sequence[str]) -> list[int]:
+    """Places in a job's overrides that the sweep varies; all places where it varies none."""
+    parser = OverridesParser.create()
+    swept = {key_of(text) for text in typed if parser.parse_override(text).is_sweep_override()}
+    places = range(len(overrides))
+    return [k for k in places if key_of(overrides[k]) in swept] or list(places)
 
 
 def make_jobs(
-    configs: Sequence[Config], overrides: Sequence[Sequence[str]], typed: Sequence[str]
+    configs: Sequence[Config], overrides: Sequence[Sequence[str]], typed: Sequence[str], first: int = 0
 ) -> list[Job]:
     """Name the jobs of a sweep.
 
     Args:
         configs: as composed, in sweep order.
         overrides: of each job, all of the same keys in the same order.
-        typed: the sweep's overrides as they stood on the command line.
+        typed: the sweep's overrides as they stood on the command line, or in the sweeper's own `params`.
+        first: place of the first job in its sweep, for a sweeper that comes with one batch after another.
     """
-    places = swept_places(overrides)
+    places = swept_places(overrides[0], typed)
     keys = {key_of(overrides[0][k]) for k in places}
     name = sweep_name(configs[0], [text for text in typed if key_of(text) in keys])
     jobs = []
-    for index, (config, mine) in enumerate(zip(configs, overrides, strict=True)):
+    for index, (config, mine) in enumerate(zip(configs, overrides, strict=True), first):
         pairs = [mine[k] for k in places]
         swept = {key_of(pair): pair.partition("=")[2] for pair in pairs}
         sweep = replace(config.sweep, name=name, job=job_name(pairs), index=index, keys=list(swept))
@@ -100,24 +117,24 @@ def make_jobs(
     return jobs
 
 
-def start_job(job: Job, scratch: Path, beside: int, worker: str) -> None:
+def start_job(job: Job, scratch: Path, seat: Seat, worker: str) -> None:
     """Start a job's launching process in a session of its own; its output goes to a file in `scratch`.
 
     Args:
         job: a queued job.
         scratch: directory of this sweep's temporary files.
-        beside: jobs that share the machine, this one included.
+        seat: what it has of this machine.
         worker: module that a rank runs.
     """
+    job.seat = seat
     job.folder = scratch / job.name
     job.folder.mkdir(exist_ok=True)
     (job.folder / "config.yaml").write_text(dump_config(job.config), encoding="utf-8")
     (job.folder / "overrides.yaml").write_text(overrides_text(job.overrides), encoding="utf-8")
     command = [sys.executable, "-P", "-m", "src.launchers.job", str(job.folder)]
-    command += ["--jobs", str(beside), "--worker", worker]
+    command += ["--jobs", str(seat.beside), "--seat", str(seat.number), "--worker", worker]
     path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    devices = {} if job.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(job.devices)}
-    with applied({"PYTHONPATH": path, **devices}), (job.folder / "output").open("wb") as output:
+    with applied({"PYTHONPATH": path, **seat.variables}), (job.folder / "output").open("wb") as output:
         job.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

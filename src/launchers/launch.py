@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from src import runs
@@ -18,12 +18,15 @@ from src.compose import dump_config
 from src.config import Config, KernelsConfig
 from src.digest import config_digest
 from src.errors import Problem, UserError
+from src.launchers.caches import cache_root, seated
+from src.launchers.checks import check_before_ranks
 from src.launchers.closing import closing_screen
 from src.launchers.console import Console
+from src.launchers.contained import SLACK, Contained, Inside, cache_base, check_container
+from src.launchers.container import is_wrapped
 from src.launchers.environment import (
     Environment,
     Setting,
-    cache_root,
     cores,
     rank_environment,
     unknown_names,
@@ -33,7 +36,7 @@ from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
 from src.launchers.storage import check_storage
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
-from src.machine import find_machine
+from src.machine import ask_driver, find_machine, pinned
 from src.models import twin
 from src.records import LineReader
 from src.report_facts import overrides_text
@@ -59,11 +62,13 @@ class Launch:
     """Module that a rank runs."""
     jobs: int = 1
     """Jobs of the same sweep that run side by side on this machine."""
+    seat: int = 0
+    """Which of them this is."""
     console: Console = field(default_factory=Console)
     signals: Signals = field(default_factory=Signals)
 
 
-def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1) -> int:
+def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: int = 1, seat: int = 0) -> int:
     """Train one run to its end and return its exit code (EXIT); refusals are printed, not raised.
 
     Args:
@@ -71,8 +76,10 @@ def run_one(config: Config, overrides: list[str], worker: str = WORKER, jobs: in
         overrides: the command line's overrides, for the record and the next commands.
         worker: module that each rank runs as `python -m <worker> RUN`.
         jobs: jobs of a sweep beside this one, itself included; they share the cores.
+        seat: which of them this is; each has compiler caches of its own.
     """
-    return guarded(Launch(config, overrides, worker, jobs), find_and_run)
+    config = pinned(config) if is_wrapped(config) else config
+    return guarded(Launch(config, overrides, worker, jobs, seat), find_and_run)
 
 
 def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
@@ -102,11 +109,13 @@ def find_and_run(launch: Launch) -> int:
         console.error(warning)
     check_storage(launch.config)
     with console.phase("plan") as words:
-        plan = make_plan(launch.config, launch.overrides)
+        plan = make_plan(launch.config, launch.overrides, ask_driver(find_machine(launch.config)))
         words += [twin.words(plan.match)] if plan.match else []
         check_memory(plan)
         check_log_copy(launch.config)
+        check_container(launch.config)
         check_kernels(launch.config, plan.platform)
+        check_tuning(launch.config)
     for notice in plan.notices:
         console.line(f"notice     {notice}")
     with console.phase("run") as words:
@@ -127,13 +136,15 @@ def find_and_run(launch: Launch) -> int:
 def attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, key: str | None) -> int:
     """One attempt at the run: write its papers, prepare, run the ranks, settle `status.json`, report."""
     status = Status("running", taken.attempt, config_digest(launch.config))
-    importing = import_agent_early() if launch.config.mesh.world > 1 else None
+    imports_agent = launch.config.mesh.world > 1 and not is_wrapped(launch.config)
+    importing = import_agent_early() if imports_agent else None
     try:
         with failures_in(status):
             environment = describe_environment(launch)
             runs.begin_attempt(taken, papers(launch, plan, environment, code, key))
             log_files(launch, taken.path)
             status.write(taken.path)
+            check_before_ranks(launch.config, taken.path / "control", 0, launch.console.line)
             prepare_data(launch)
             if importing is not None:
                 importing.join()
@@ -207,7 +218,7 @@ def describe_environment(launch: Launch) -> Environment:
         ranks=launch.config.mesh.world,
         jobs=launch.jobs,
         cores=cores(),
-        cache=cache,
+        cache=seated(cache, launch.seat),
     )
     return rank_environment(setting, os.environ)
 
@@ -219,7 +230,7 @@ def papers(
     files = {
         "config.yaml": dump_config(launch.config),
         "overrides.yaml": overrides_text(launch.overrides),
-        "plan.json": json.dumps(plan.json(), indent=2) + "\n",
+        "plan.json": json.dumps(replace(plan, jobs=launch.jobs).json(), indent=2) + "\n",
         "code.json": json.dumps({**code.json(), "data_key": key}, indent=2) + "\n",
         "code.diff": code_diff(),
     }
@@ -248,11 +259,21 @@ def check_kernels(config: Config, platform: str) -> None:
     """
     if platform != "cpu" or config.kernels in (KernelsConfig("auto"), KernelsConfig("eager")):
         return
+    if is_wrapped(config):
+        return
     import torch
 
     from src.trainer.backends.registry import backend_class
 
     backend_class(config.backend.name).choose_ops(config, torch.device("cpu"))
+
+
+def check_tuning(config: Config) -> None:
+    """Raise `UserError` (3) before any work if the file of tuned products is missing (TUNE-2)."""
+    path = config.kernels.gemm_tuning
+    if path != "none" and not Path(path).is_file():
+        fix = "measure with scripts/tune_gemm.py, or kernels.gemm_tuning=none"
+        raise UserError([Problem("kernels.gemm_tuning", f"{path} does not exist", fix, "TUNE-2")], code=3)
 
 
 def log_files(launch: Launch, run: Path) -> None:
@@ -264,12 +285,24 @@ def log_files(launch: Launch, run: Path) -> None:
 def run_ranks(launch: Launch, taken: Claim, environment: Environment) -> Ended:
     """Start the ranks and wait for the last of them."""
     world = launch.config.mesh.world
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(taken.attempt)}
-    launch.console.line(f"ranks      {world} on this machine, logs in {taken.path / 'ranks'}")
+    wrapped = is_wrapped(launch.config)
+    where = f"in a container of {launch.config.container.name}" if wrapped else "on this machine"
+    launch.console.line(f"ranks      {world} {where}, logs in {taken.path / 'ranks'}")
     screen = Screen(taken.path, launch.config, launch.console)
+    if wrapped:
+        return run_contained(launch, taken, screen)
+    variables = environment.of_ranks(taken.attempt)
     watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen)
     with applied(variables), launch.console.phase("train"):
         return watcher.watch(lambda: start(taken.path, world, launch.worker))
+
+
+def run_contained(launch: Launch, taken: Claim, screen: Screen) -> Ended:
+    """As `run_ranks`, with the agent in a container; the variables are made up there (CONT)."""
+    told = Inside(cores(), cache_base(launch.config), launch.worker, launch.jobs, launch.seat)
+    watcher = Watcher(taken.path, launch.config, launch.console, launch.signals, screen, SLACK)
+    with launch.console.phase("train"):
+        return watcher.watch(lambda: Contained(taken.path, launch.config, told, 0))
 
 
 def finish(launch: Launch, run: Path, status: Status) -> None:

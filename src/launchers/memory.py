@@ -1,31 +1,37 @@
-"""Parameters and bytes of each rank, from shapes alone (PROJ-1); activations are an estimate."""
+"""Bytes of each rank: parameters, gradients and moments exactly, from shapes, and what a step adds (PROJ)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
 from src.config import Config
-from src.models.names import is_expert_stack, parameters
-from src.models.schema import DeepseekV2Config, DenseConfig, GptOssConfig, MoeConfig, Qwen3MoeConfig
+from src.launchers.layer_form import Form, form_of
+from src.launchers.peak import Gradients, Peak, fullest
+from src.models.names import is_expert_stack, is_router, parameters
 from src.trainer.parallel.layout import (
     Coordinates,
     coordinates,
+    is_sharded,
+    is_staged,
     last_rank,
     micro_batches,
     split_layers,
     stage_count,
     stages_of,
-    stages_per_rank,
 )
-from src.trainer.parallel.pipeline.schedule import peak_live
+from src.validate_fp8 import is_product
 
-Known = DeepseekV2Config | Qwen3MoeConfig | GptOssConfig | DenseConfig
-"""Families of ours, whose activations are counted."""
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "master": 2, "split": 2, "bf16": 2}
 """Bytes of a number in forward and backward, by precision."""
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "master": 4, "split": 4, "bf16": 2}
 """Bytes of a stored parameter (both its halves), of a sum of its gradients and of a moment, by precision."""
+EMBEDDING = "model.embed_tokens"
+HEAD = ("model.norm", "lm_head")
+
+FP8_BYTES = 2
+"""Bytes of a weight in fp8: it is there in two forms, whole on each rank."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,23 @@ class RankMemory:
     parameters: int
     """Parameters of its shards."""
     weights: int
+    """Masters, copies of them that compute on a rank which shares nothing, and weights in fp8."""
     gradients: int
+    """Of its shards, when the update begins."""
     optimizer: int
+    """Moments of its shards."""
     unsharded: int
-    """Gathered copies of sharded parameters in the compute dtype, and their gradients not yet reduced."""
+    """Gathered copies of parameters in the dtype of compute, and their gradients not yet reduced."""
     activations: int
-    """Estimate of what the backward passes in flight still need."""
+    """Estimate of what forward and backward hold at the fullest moment of a step, the rest left out."""
+    pending: int
+    """Gradients that are not there at that moment: yet to be made, or reduced."""
 
     @property
     def total(self) -> int:
-        """All bytes together."""
-        return self.weights + self.gradients + self.optimizer + self.unsharded + self.activations
+        """Bytes at the fullest moment."""
+        states = self.weights + self.gradients + self.optimizer + self.unsharded
+        return states + self.activations - self.pending
 
 
 def precision_name(config: Config, platform: str) -> str:
@@ -56,33 +68,8 @@ def precision_name(config: Config, platform: str) -> str:
 
 
 def rank_memory(config: Config, rank: int, platform: str) -> RankMemory:
-    """Bytes of one rank; parameters, gradients and moments are exact, the rest is the largest at one time."""
-    place = coordinates(config.mesh, rank)
-    precision = precision_name(config, platform)
-    master, compute = MASTER_BYTES[precision], COMPUTE_BYTES[precision]
-    local, gathered, alone = _count(config, place)
-    cast = alone * compute if precision == "master" else 0
-    return RankMemory(
-        parameters=local,
-        weights=local * master,
-        gradients=local * (compute if is_summed_once(config) else master),
-        optimizer=local * (master * moments(config) - (2 if config.precision.first_moment == "bf16" else 0)),
-        unsharded=gathered * (compute + master) + cast,
-        activations=activations(config, place, compute),
-    )
-
-
-def is_summed_once(config: Config) -> bool:
-    """Whether a gradient stays as the only micro-batch made it: nothing is added to it, by no other rank."""
-    mesh = config.mesh
-    return mesh.pp == mesh.rep == mesh.dp == mesh.cp == mesh.ep == micro_batches(config) == 1
-
-
-def moments(config: Config) -> int:
-    """Tensors like a parameter that the optimizer keeps."""
-    if config.optimizer.kind == "adamw":
-        return 2
-    return 1 if config.optimizer.momentum else 0
+    """Bytes of one rank of a plan."""
+    return Estimate(config, platform).of(rank)
 
 
 def stages_held(config: Config, pp: int) -> list[range]:
@@ -96,98 +83,124 @@ def layers_of(config: Config, pp: int) -> list[int]:
     return [layer for stage in stages_held(config, pp) for layer in stage]
 
 
-def _count(config: Config, place: Coordinates) -> tuple[int, int, int]:
-    """Parameters of a rank: in its shards; and whole, those gathered for use and those held alone."""
-    layers = {f"model.layers.{layer}." for layer in layers_of(config, place.pp)}
-    local = gathered = alone = 0
-    for name, shape in parameters(config.model).items():
-        if not _is_held(config, name, place.pp, layers):
-            continue
-        is_expert = is_expert_stack(name)
-        mine = (shape[0] // config.mesh.ep, *shape[1:]) if is_expert else shape
-        shards, index = _shards(config, place, is_expert)
-        local += _shard(mine, shards, index, is_expert)
-        gathered += prod(mine) if shards > 1 else 0
-        alone += prod(mine) if shards == 1 else 0
-    return local, gathered, alone
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one shape and kind, as a pipeline rank holds them before they are cut into shards."""
+
+    shape: tuple[int, ...]
+    is_expert: bool
+    is_wide: bool
+    """Routers, which compute in the masters' dtype (MOD-4)."""
+    is_fp8: bool
+    """Its products run in fp8."""
 
 
-def _is_held(config: Config, name: str, pp: int, layers: set[str]) -> bool:
-    if name.startswith("model.layers."):
-        return name[: name.index(".", len("model.layers.")) + 1] in layers
-    return pp == (0 if name.startswith("model.embed_tokens") else last_rank(config))
+class Estimate:
+    """Bytes of the ranks of one config; what ranks share is counted once."""
 
+    def __init__(
+        self, config: Config, platform: str, form: Form | None = None, imbalance: float = 1.0
+    ) -> None:
+        """
+        Args:
+            config: resolved and valid.
+            platform: `cpu`, `cuda` or `rocm`.
+            form: how layers are computed; None is what the config will choose.
+            imbalance: rows of the fullest rank's experts over those of an even routing (ep above 1).
+        """
+        precision = precision_name(config, platform)
+        self._config, self._imbalance = config, imbalance
+        self._form = form_of(config, platform) if form is None else form
+        self._name = precision
+        self._master, self._compute = MASTER_BYTES[precision], COMPUTE_BYTES[precision]
+        self._sharded = is_sharded(config.mesh)
+        names = parameters(config.model).items()
+        self._parts = {name: self._part(name, shape) for name, shape in names}
+        self._peaks: dict[int, Peak] = {}
+        self._held = {pp: self._held_by(pp) for pp in range(config.mesh.pp)}
 
-def _shards(config: Config, place: Coordinates, is_expert: bool) -> tuple[int, int]:
-    """Shards of a parameter and the index of this rank's: over dp, cp, and ep unless it is an expert's."""
-    mesh = config.mesh
-    shards, index = mesh.dp * mesh.cp, place.dp * mesh.cp + place.cp
-    return (shards, index) if is_expert else (shards * mesh.ep, index * mesh.ep + place.ep)
+    def of(self, rank: int) -> RankMemory:
+        """Bytes of one rank."""
+        place = coordinates(self._config.mesh, rank)
+        held = self._held[place.pp]
+        local = {part: self._shard(part, place) * count for part, count in held.items()}
+        whole = {part: prod(part.shape) * count for part, count in held.items()}
+        if place.pp not in self._peaks:
+            self._peaks[place.pp] = self._peak(place.pp)
+        peak = self._peaks[place.pp]
+        gradients = sum(size * self._gradient(part) for part, size in local.items())
+        unsharded = sum(s * (self._used(p) + self._master) for p, s in whole.items()) * self._sharded
+        made = gradients + sum(size * self._master for size in whole.values()) * self._sharded
+        return RankMemory(
+            parameters=sum(local.values()),
+            weights=sum(size * self._weight(part) for part, size in local.items())
+            + FP8_BYTES * sum(size for part, size in whole.items() if part.is_fp8),
+            gradients=gradients,
+            optimizer=sum(local.values()) * self._moments(),
+            unsharded=unsharded,
+            activations=peak.activations,
+            pending=made - peak.gradients,
+        )
 
+    def _part(self, name: str, shape: tuple[int, ...]) -> Part:
+        is_expert = is_expert_stack(name) and self._config.model.family != "hf"
+        mine = (shape[0] // self._config.mesh.ep, *shape[1:]) if is_expert else shape
+        return Part(mine, is_expert, is_router(name), is_product(name, shape, self._config.precision.fp8))
 
-def _shard(shape: tuple[int, ...], shards: int, index: int, is_expert: bool) -> int:
-    """Elements of one shard (ENG-2): dim 0 if that divides, a stack's dim 1 else, dim 0 by ceiling last."""
-    if is_expert and len(shape) == 3 and shape[0] % shards and shape[1] % shards == 0:
-        return prod(shape) // shards
-    rows = -(-shape[0] // shards)
-    return max(0, min(rows, shape[0] - index * rows)) * prod(shape[1:])
+    def _held_by(self, pp: int) -> Counter[Part]:
+        layers = {f"model.layers.{layer}." for layer in layers_of(self._config, pp)}
+        return Counter(part for name, part in self._parts.items() if self._is_held(name, pp, layers))
 
+    def _is_held(self, name: str, pp: int, layers: set[str]) -> bool:
+        if name.startswith("model.layers."):
+            return name[: name.index(".", len("model.layers.")) + 1] in layers
+        return pp == (0 if name.startswith(EMBEDDING) else last_rank(self._config))
 
-def activations(config: Config, place: Coordinates, compute: int) -> int:
-    """Estimate: per live micro-batch and layer the residual stream, attention, and the rows of experts.
+    def _shard(self, part: Part, place: Coordinates) -> int:
+        """Elements of a rank's shard: over dp, cp, and ep unless it is an expert's (ENG-2).
 
-    Scores count in full, as the reference attention keeps them. With recomputation a layer keeps less, and
-    one at a time has everything again. The last stage adds three tables of tokens times vocabulary: logits,
-    their softmax and its gradient, in fp32 at least.
-    """
-    tokens = config.micro_batch_size * config.sequence_length // config.mesh.cp
-    layers = max(len(stage) for stage in stages_held(config, place.pp))
-    again = _layer_numbers(config) if config.recompute.name != "none" else 0
-    size = (_live(config, place.pp) * layers * _kept_numbers(config) + again) * tokens * compute
-    if place.pp == last_rank(config):
-        size += 3 * tokens * (config.model.vocab_size or 0) * max(compute, 4)
-    return size
+        Dim 0 is cut if that divides, a stack's dim 1 else, dim 0 by ceiling last.
+        """
+        mesh, shape = self._config.mesh, part.shape
+        shards, index = mesh.dp * mesh.cp, place.dp * mesh.cp + place.cp
+        if not part.is_expert:
+            shards, index = shards * mesh.ep, index * mesh.ep + place.ep
+        elif len(shape) == 3 and shape[0] % shards and shape[1] % shards == 0:
+            return prod(shape) // shards
+        rows = -(-shape[0] // shards)
+        return max(0, min(rows, shape[0] - index * rows)) * prod(shape[1:])
 
+    def _used(self, part: Part) -> int:
+        """Bytes of a number as forward and backward use it."""
+        return self._master if part.is_wide else self._compute
 
-def _live(config: Config, pp: int) -> int:
-    """Activations, of a micro-batch in a stage each, that a pipeline rank keeps at one time (ENG-13)."""
-    if config.mesh.pp == 1:
-        return 1
-    schedule, per_rank = config.pipeline.schedule, stages_per_rank(config)
-    return peak_live(schedule, config.mesh.pp, per_rank, micro_batches(config), pp)
+    def _weight(self, part: Part) -> int:
+        """A rank that shares nothing casts its masters once, into copies that stay."""
+        copied = self._name == "master" and not self._sharded and not part.is_wide
+        return self._master + (self._compute if copied else 0)
 
+    def _gradient(self, part: Part) -> int:
+        """Nothing is added to the gradient of a lone micro-batch, so it stays as it was made."""
+        is_only = not self._sharded and self._config.mesh.pp == micro_batches(self._config) == 1
+        return self._used(part) if is_only else self._master
 
-def _kept_numbers(config: Config) -> int:
-    """Numbers that one token leaves in one layer until its backward (ENG-26)."""
-    width = config.model.hidden_size
-    if config.recompute.name == "full":
-        return width
-    if config.recompute.name == "stage":  # Input, tokens, residual; rows out, back, and home again.
-        visited = config.model.top_k if isinstance(config.model, MoeConfig) else 1
-        return (3 + 3 * visited) * width
-    return _layer_numbers(config)
+    def _moments(self) -> int:
+        """Bytes that the optimizer keeps for a parameter."""
+        optimizer = self._config.optimizer
+        if optimizer.kind == "adamw":
+            first = 2 if self._config.precision.first_moment == "bf16" else self._master
+            return first + self._master
+        return self._master if optimizer.momentum else 0
 
+    def _peak(self, pp: int) -> Peak:
+        return fullest(self._config, pp, self._form, self._compute, self._gradients(pp), self._imbalance)
 
-def _layer_numbers(config: Config) -> int:
-    """Numbers that one token leaves in one layer; the dense layers are counted like the others."""
-    model = config.model
-    if not isinstance(model, Known):
-        return 16 * model.hidden_size
-    scores = 2 * model.num_heads * config.sequence_length
-    return 8 * model.hidden_size + _head_numbers(model) + scores + _ffn_numbers(model)
-
-
-def _ffn_numbers(model: Known) -> int:
-    """Gate, up, their product and the output: of the dense FFN, or of each expert that a token visits."""
-    if isinstance(model, DenseConfig):
-        return 3 * model.intermediate_size + model.hidden_size
-    shared = model.num_shared_experts if isinstance(model, DeepseekV2Config) else 0
-    return (model.top_k + shared) * (3 * model.expert_size + model.hidden_size)
-
-
-def _head_numbers(model: Known) -> int:
-    """Queries, keys, values and what attention gives, of one token."""
-    if not isinstance(model, DeepseekV2Config):
-        return 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    key = model.qk_nope_head_dim + model.qk_rope_head_dim
-    return model.num_heads * (2 * key + 2 * model.v_head_dim)
+    def _gradients(self, pp: int) -> Gradients:
+        """Gradients as they appear: of a micro-batch, and of the sums that they join."""
+        again = self._compute != self._master and (not self._sharded or is_staged(self._config))
+        sizes = {
+            name: prod(part.shape) * (self._master if self._sharded else self._used(part))
+            for name, part in self._parts.items()
+        }
+        sums = sum(prod(part.shape) * count for part, count in self._held[pp].items()) * self._master
+        return Gradients(sizes, sums, again)

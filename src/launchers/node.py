@@ -7,37 +7,47 @@ and leaves `control/node.<k>.json`: srun's own code says little about who failed
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from src.compose import load_config
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.durations import seconds
 from src.errors import UserError
 from src.launchers import hostlist
+from src.launchers.beats import Beating
+from src.launchers.caches import cache_root, seated
+from src.launchers.checks import check_before_ranks
 from src.launchers.console import Console
-from src.launchers.environment import Environment, Setting, cache_root, cores, rank_environment
+from src.launchers.contained import SLACK, Contained, Inside, cache_base
+from src.launchers.container import is_wrapped
+from src.launchers.environment import Environment, Setting, cores, rank_environment
+from src.launchers.flags import is_signalled
 from src.launchers.node_data import ensure_data
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
 from src.launchers.roll_call import naming_the_absent
+from src.launchers.schedulers import scheduler_of
 from src.launchers.spread import Spread, spread
 from src.launchers.watch import Ended, Signals, Watcher
 from src.machine import find_machine
 from src.records import read_json, write_json
 from src.runs import attempts
 
-STEP_PORTS = 101
-"""Distance between the ports of the config's store and of the agents, where srun starts agents directly."""
 KILL_WAIT = 600.0
 """Seconds that a node which was told to end waits to be killed (AGENT-3)."""
+HOST_GONE = 137
+"""Code of an agent in a container whose host's side was killed; nobody is left to read it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,9 @@ class Place:
     node: int
     nodes: int
     first_host: str
-    job: int
+    job: int = 0
+    port: int | None = None
+    """Where the agents meet; None follows from the job's number."""
 
 
 def place_of(shell: Mapping[str, str]) -> Place:
@@ -73,19 +85,36 @@ def run_node(run: str) -> None:
     os._exit(code)
 
 
-def run_share(run: Path, nodes: int, number: int, first_host: str) -> int:
-    """Run one node's share of a launch that srun started without a job of ours; returns the node's code."""
-    signals = Signals(scheduled=True)
-    step = int(os.environ["SLURM_JOB_ID"]) + 7 * int(os.environ["SLURM_STEP_ID"])
+def run_share(run: Path, place: Place) -> int:
+    """Run one node's share of a launch whose agents were started without a job of ours; returns its code."""
+    signals = Signals(scheduled="SLURM_JOB_ID" in os.environ)
     with signals.installed(), signals.collected():
-        return settle_node(run, Place(number, nodes, first_host, step + STEP_PORTS), signals)
+        return settle_node(run, place, signals)
 
 
-def settle_node(run: Path, place: Place, signals: Signals) -> int:
+def run_inside(run: str, inside: Inside) -> None:
+    """Run a node's share as the agent in a container; and leave with its code, or with the host."""
+    threading.Thread(target=leave_with_host, daemon=True).start()
+    signals = Signals(scheduled=True)
+    place = Place(inside.node, inside.nodes, inside.first_host, inside.job)
+    with signals.installed(), signals.collected():
+        code = settle_node(Path(run), place, signals, inside)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def leave_with_host() -> None:
+    """Leave at the end of standard input, which the host's side holds open; ranks end with their agent."""
+    while os.read(0, 4096):
+        pass
+    os._exit(HOST_GONE)
+
+
+def settle_node(run: Path, place: Place, signals: Signals, inside: Inside | None = None) -> int:
     """Run the ranks and write the node's record; returns the node's exit code."""
     record: dict[str, Any] = {"node": place.node, "host": socket.gethostname(), "codes": {}, "killed": False}
     try:
-        ended = run_ranks(run, load_config(run / "config.yaml"), place, signals)
+        ended = run_ranks(run, load_config(run / "config.yaml"), place, signals, inside)
         record |= {"codes": ended.codes, "killed": ended.killed}
         failure = first_failure(run / "control", ended.codes, ended.killed)
         code, reason = (0, None) if failure is None else (failure.code, (failure.type, failure.message))
@@ -97,34 +126,98 @@ def settle_node(run: Path, place: Place, signals: Signals) -> int:
     return code
 
 
-def run_ranks(run: Path, config: Config, place: Place, signals: Signals) -> Ended:
-    """Start this node's ranks, and watch them until all have ended."""
+def run_ranks(
+    run: Path, config: Config, place: Place, signals: Signals, inside: Inside | None = None
+) -> Ended:
+    """Start this node's ranks and watch them to their end; raises UserError (5) if the job is lost."""
+    with watching(run, config, place.node, inside) as lost:
+        ended = watch_ranks(run, config, place, signals, inside, lost)
+    reason = lost()
+    if reason is not None:
+        raise UserError(reason, code=5)
+    return ended
+
+
+@contextmanager
+def watching(
+    run: Path, config: Config, node: int, inside: Inside | None
+) -> Iterator[Callable[[], str | None]]:
+    """Watch the job's other nodes where the scheduler does not (SPUR-5): why this one must end, or None."""
+    if config.launcher.name != "spur" or inside is not None:
+        yield lambda: None
+        return
+    with Beating(run, str(node), seconds(config.launcher.watchdog)) as beating:
+        yield beating.lost
+
+
+def watch_ranks(
+    run: Path,
+    config: Config,
+    place: Place,
+    signals: Signals,
+    inside: Inside | None,
+    lost: Callable[[], str | None],
+) -> Ended:
+    """Start this node's ranks, in a container if the config wants one, and watch them to their end."""
     share = Spread(place.nodes, config.mesh.world // place.nodes)
-    if config.launcher.name == "slurm":
+    is_submitted = config.launcher.name in SCHEDULERS  # Else nodes may share no directory.
+    if is_submitted:
         share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
-    ensure_data(run, config, place.node)
+    worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
+    if inside is None:
+        check_before_ranks(config, run / "control", place.node, print)
+        if is_submitted:
+            ensure_data(run, config, place.node)
+    if inside is None and is_wrapped(config):
+        stop_before_limit(run, config, place)
+        place_of_node = (place.node, place.nodes, place.first_host, place.job)
+        told = Inside(allotted(), cache_base(config), worker, 1, 0, *place_of_node)
+        watcher = Watcher(run, config, Console(), signals, slack=SLACK, lost=lost)
+        return watcher.watch(lambda: Contained(run, config, told, place.node * share.ranks))
     attempt = attempts(run)
     meeting = None if place.nodes == 1 else meet(place, config, attempt)
-    environment = node_environment(config, share.ranks, meeting)
+    environment = node_environment(config, share.ranks, meeting, inside)
     if place.node == 0:
         write_json(run / "env.json", environment.json())
-    variables = {**environment.values, "MANYHEAD_ATTEMPT": str(attempt)}
-    worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
-    watcher = Watcher(run, config, Console(), signals)
-    with applied(variables), naming_the_absent(run, place.node, place.nodes, config.launcher.timeout):
-        return watcher.watch(lambda: start(run, share.ranks, worker, meeting))
+    variables = environment.of_ranks(attempt)
+    chosen = worker if inside is None else inside.worker
+    watcher = Watcher(run, config, Console(), signals, lost=lost)
+    told_of = place.nodes if is_submitted else 1
+    with applied(variables), naming_the_absent(run, place.node, told_of, config.launcher.timeout):
+        return watcher.watch(lambda: start(run, share.ranks, chosen, meeting))
+
+
+def stop_before_limit(run: Path, config: Config, place: Place) -> None:
+    """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2).
+
+    The watcher knows `launcher.time` alone; a partition's own limit is known to the queue.
+    """
+    if config.launcher.name != "slurm" or is_signalled(config) or place.node:
+        return
+    left = scheduler_of(config).time_left(str(place.job))
+    if left is not None:
+        stop = run / "control" / "stop"
+        wait = max(0, left - seconds(config.launcher.grace))
+        timer = threading.Timer(wait, stop.write_text, ["the time limit\n"])
+        timer.daemon = True
+        timer.start()
 
 
 def meet(place: Place, config: Config, attempt: int) -> Meeting:
     """Where the agents meet: the first host, at a port that differs between jobs (LOCAL-1, ELA-5)."""
-    try:
-        socket.getaddrinfo(place.first_host, None)
-    except OSError as error:
-        raise UserError(f"the first host {place.first_host} does not resolve: {error}", code=6) from error
-    port = 12000 + (place.job + 7 * attempt) % 20000
+    check_address(place.first_host)
+    port = place.port or 12000 + (place.job + 7 * attempt) % 20000
     return Meeting(place.first_host, port, place.node, place.nodes, seconds(config.launcher.timeout))
+
+
+def check_address(host: str) -> None:
+    """Raise `UserError` (6) at once where a name does not resolve: torch would try it for minutes (ELA-5)."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UserError(f"the first host {host} does not resolve: {error}", code=6) from error
 
 
 def allotted() -> int:
@@ -133,14 +226,21 @@ def allotted() -> int:
     return min(cores(), int(told)) if told.isdigit() and int(told) else cores()
 
 
-def node_environment(config: Config, ranks: int, meeting: Meeting | None) -> Environment:
+def node_environment(
+    config: Config, ranks: int, meeting: Meeting | None, inside: Inside | None = None
+) -> Environment:
     """The variables of this node's ranks (ENV-3)."""
+    seat = 0 if inside is None else inside.seat
+    if inside is not None:
+        config = replace(config, paths=replace(config.paths, cache=inside.cache))
+    cache = cache_root(config)[0]
     setting = Setting(
         config=config,
         platform=find_machine(config).platform,
         ranks=ranks,
-        cores=allotted(),
-        cache=cache_root(config)[0],
+        jobs=1 if inside is None else inside.jobs,
+        cores=allotted() if inside is None else inside.cores,
+        cache=seated(cache, seat),
         meeting=None if meeting is None else meeting.address,
     )
     return rank_environment(setting, os.environ)
@@ -150,7 +250,12 @@ def main() -> None:
     """`python -m src.launchers.node RUN`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="run directory")
-    run_node(parser.parse_args().run)
+    parser.add_argument("--inside", help="in a container: what its host tells, as JSON")
+    arguments = parser.parse_args()
+    if arguments.inside is None:
+        run_node(arguments.run)
+    else:
+        run_inside(arguments.run, Inside(**json.loads(arguments.inside)))
 
 
 if __name__ == "__main__":

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.digest import config_digest, identity
 from src.errors import Problem, UserError
+from src.launchers.container import ContainerPlan
+from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
-from src.launchers.memory import precision_name
+from src.launchers.memory import RankMemory, precision_name
+from src.launchers.network import Network
 from src.launchers.rank_plans import RankPlan, rank_plans
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
+from src.launchers.spur_capabilities import Capabilities, known
+from src.launchers.spur_flags import spur_flags
 from src.machine import Machine, find_machine
 from src.models import twin
 from src.models.counts import count
@@ -83,6 +89,12 @@ class LaunchPlan:
     """What works but is slower than it need be."""
     flags: list[Flag]
     """What is asked of the scheduler, with the origin of each flag; nothing locally."""
+    capabilities: str | None = None
+    """Which scheduler the flags are for, and where that is known from; null where it does not matter."""
+    jobs: int = 1
+    """Jobs of a sweep that share the machine with this one, itself included."""
+    container: ContainerPlan | None = None
+    """What wraps the ranks of each node."""
 
     def json(self) -> dict[str, Any]:
         """The plan as plain data: `plan.json`, and the last line of a dry run."""
@@ -113,10 +125,12 @@ class LaunchPlan:
             ("fits", {True: "true", False: "false", None: "unprobed"}[self.memory.fits]),
             *[("notice", notice) for notice in self.notices],
             ("each rank", self.command),
+            *([("container", self.container.command)] if self.container else []),
         ]
         lines += [
             ("flags" if k == 0 else "", f"{flag}  ({flag.origin})") for k, flag in enumerate(self.flags)
         ]
+        lines += [("scheduler", self.capabilities)] if self.capabilities else []
         return "\n".join(f"{name:<10} {line}" for name, line in lines)
 
     def _rank_lines(self) -> list[str]:
@@ -135,6 +149,7 @@ def make_plan(
     overrides: Sequence[str],
     machine: Machine | None = None,
     corpora: Corpora | None = None,
+    capabilities: Capabilities | None = None,
 ) -> LaunchPlan:
     """The plan of a resolved and valid config; touches nothing and starts nothing.
 
@@ -143,6 +158,7 @@ def make_plan(
         overrides: the command line's, for the record.
         machine: what ranks may take; found here if not given.
         corpora: what other plans of the same command saw of their data; looked at here if not given.
+        capabilities: of Spur; read from what an earlier submission kept if not given. Nobody else needs any.
 
     Raises:
         UserError: the corpus cannot be read (4), or the environment contradicts the config (2).
@@ -153,7 +169,9 @@ def make_plan(
     ranks = rank_plans(config, machine.platform)
     counts = count(config.model)
     share = spread(config, machine.platform)
-    return LaunchPlan(
+    if config.launcher.name == "spur":
+        capabilities = capabilities or known()
+    plan = LaunchPlan(
         run_directory=run,
         config_digest=config_digest(config),
         identity=identity(config),
@@ -172,14 +190,16 @@ def make_plan(
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
-        memory=_memory(ranks, machine),
+        memory=memory_of(_held(ranks), machine),
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
         notices=rules.notices(config),
         stop={"timeout": config.launcher.timeout, "grace": config.launcher.grace},
-        flags=_flags(config, overrides, share, machine.platform),
+        flags=_flags(config, overrides, share, machine.platform, capabilities),
+        capabilities=None if capabilities is None else str(capabilities),
     )
+    return contain(plan, config, os.environ)
 
 
 def check_memory(plan: LaunchPlan) -> None:
@@ -194,12 +214,24 @@ def check_memory(plan: LaunchPlan) -> None:
     raise UserError([Problem("memory", f"{plan.memory.arithmetic}: it does not fit", fix, "PROJ-2")], code=3)
 
 
-def _flags(config: Config, overrides: Sequence[str], share: Spread, platform: str) -> list[Flag]:
+def _flags(
+    config: Config, overrides: Sequence[str], share: Spread, platform: str, spur: Capabilities | None
+) -> list[Flag]:
     """Of sbatch; jobs of a sweep that ask for the same are submitted together, so its name is the sweep's."""
-    if config.launcher.name != "slurm":
-        return []
     name = config.sweep.name or run_name(config).replace("/", "-")
-    return sbatch_flags(config, overrides, share, platform, name)
+    if config.launcher.name == "spur":
+        assert spur is not None
+        return spur_flags(config, overrides, share, platform, name, spur)
+    if config.launcher.name == "slurm":
+        return sbatch_flags(config, overrides, share, platform, name)
+    return []
+
+
+def _held(ranks: Sequence[RankPlan]) -> Counter[RankMemory]:
+    held: Counter[RankMemory] = Counter()
+    for rank in ranks:
+        held[rank.memory] += rank.count
+    return held
 
 
 def _batch(config: Config) -> dict[str, int]:
@@ -236,12 +268,11 @@ def _runs(numbers: list[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
-def _memory(ranks: list[RankPlan], machine: Machine) -> Memory:
-    """All ranks share a CPU's memory; a GPU belongs to one rank."""
-    shared, world = machine.platform == "cpu", sum(rank.count for rank in ranks)
-    largest = replace(max(ranks, key=lambda rank: rank.memory.total), count=1)
-    counted = ranks if shared else [largest]
-    needed = sum(rank.count * rank.memory.total for rank in counted)
+def memory_of(held: Mapping[RankMemory, int], machine: Machine) -> Memory:
+    """All ranks share a CPU's memory; a GPU belongs to one rank. `held` says how many ranks hold what."""
+    shared, world = machine.platform == "cpu", sum(held.values())
+    counted = held if shared else {max(held, key=lambda rank: rank.total): 1}
+    needed = sum(number * rank.total for rank, number in counted.items())
     whose = "the rank" if world == 1 else f"{world} ranks" if shared else "the largest rank"
     fits = None if machine.memory is None else needed <= machine.memory
     size = "" if machine.memory is None else f"{bytes_text(machine.memory)}, "
@@ -250,22 +281,24 @@ def _memory(ranks: list[RankPlan], machine: Machine) -> Memory:
     return Memory(fits, needed, machine.memory, words)
 
 
-def _sum_text(ranks: list[RankPlan]) -> str:
+def _sum_text(held: Mapping[RankMemory, int]) -> str:
     parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
-    sums = {part: sum(rank.count * getattr(rank.memory, part) for rank in ranks) for part in parts}
-    return " + ".join(f"{part} {bytes_text(size)}" for part, size in sums.items())
+    sums = {part: sum(number * getattr(rank, part) for rank, number in held.items()) for part in parts}
+    terms = " + ".join(f"{part} {bytes_text(size)}" for part, size in sums.items())
+    pending = sum(number * rank.pending for rank, number in held.items())
+    return f"{terms} - pending gradients {bytes_text(pending)}"
 
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:
     cache = Path(config.paths.cache or "unprobed")
     ranks, launcher = spread(config, machine.platform).ranks, config.launcher
     # On a scheduler's node are the cores that the job asks for, not those of this machine.
-    given = (launcher.cpus_per_task or ranks) if launcher.name == "slurm" else cores()
-    setting = Setting(config, machine.platform, ranks=ranks, cores=given, cache=cache)
-    listed = rank_environment(setting, os.environ).json()
-    return {
-        name: entry["value"] for name, entry in listed.items() if not entry["value"].startswith("unprobed/")
-    }
+    is_remote = launcher.name in SCHEDULERS
+    given = (launcher.cpus_per_task or ranks) if is_remote else cores()
+    network = None if is_remote else Network()
+    setting = Setting(config, machine.platform, ranks, cores=given, cache=cache, network=network)
+    listed = rank_environment(setting, os.environ).public()
+    return {name: value for name, value in sorted(listed.items()) if not value.startswith("unprobed/")}
 
 
 def bytes_text(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from src.config import Config
-from src.launchers.memory import RankMemory, layers_of, rank_memory
+from src.launchers.memory import Estimate, RankMemory, layers_of
 from src.models.names import is_expert_stack, parameters
 from src.trainer.parallel import layout
 
@@ -37,7 +37,8 @@ def rank_plans(config: Config, platform: str) -> list[RankPlan]:
     kinds = list(rank_kinds(config))
     count = Counter(kinds)
     first = {kind: kinds.index(kind) for kind in count}
-    held = {kind: rank_memory(config, rank, platform) for kind, rank in first.items()}
+    estimate = Estimate(config, platform)
+    held = {kind: estimate.of(rank) for kind, rank in first.items()}
     if len(kinds) <= MOST_RANKS:
         return [_plan(config, rank, held[kind], 1) for rank, kind in enumerate(kinds)]
     alike: dict[tuple[int, RankMemory], list[Kind]] = {}

@@ -31,6 +31,9 @@ REDIRECT = 'trap "" TERM USR1 USR2; exec >>"$0/ranks/rank_$(printf %05d "$RANK")
 
 A scheduler signals every process of a node, also while a rank is still importing. It must not die of that:
 its agent has the request, and the rank finds `control/stop` after its first step."""
+UNMOVED = ("/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$0" "$@"')
+"""Before an agent's interpreter: a warning that comes while it imports must not end it. What it misses so,
+its own clock makes good (`watch.time_left`), and whoever preempts or cancels kills."""
 EXIT_BARRIER = 30.0
 """Seconds that an agent whose ranks are done waits for the agents of other nodes."""
 POLL = 0.1
@@ -50,9 +53,9 @@ class Ranks(Protocol):
         """Forget the ranks; all have ended."""
 
 
-def rank_command(run: Path, worker: str) -> list[str]:
+def rank_command(run: Path, worker: str, python: str = sys.executable) -> list[str]:
     """The command of every rank: its number is in the environment, only the directory travels (PLAN-3)."""
-    return ["/bin/sh", "-c", REDIRECT, str(run), sys.executable, "-P", "-m", worker, str(run)]
+    return ["/bin/sh", "-c", REDIRECT, str(run), python, "-P", "-m", worker, str(run)]
 
 
 @contextmanager

@@ -1,18 +1,25 @@
-"""What Slurm says about jobs, from squeue alone, and what that means beside `status.json` (SLURM-2)."""
+"""What a scheduler says about jobs, and what that means beside `status.json` (SLURM-2).
+
+Slurm and Spur have the same commands and states; each is a `Scheduler`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from src.errors import UserError
+from src.config import Config
 from src.launchers.outcome import exit_code
-from src.records import Record
+from src.records import Record, read_json
+
+if TYPE_CHECKING:
+    from src.launchers.plan import LaunchPlan
 
 CANCELLED, LOST = 143, 5
 STAND: dict[str, int] = {
@@ -39,7 +46,7 @@ SILENT, UNKNOWN = 15.0, 10.0
 INHERITED = re.compile(r"(SBATCH|SRUN|SLURM|SPUR)_(?!.*(CONF|ADDRESS|ADDR|TOKEN|JWT)$)")
 """Variables of an outer job that would beat the script's flags (SUB-7)."""
 PATIENCE = 30
-"""Seconds that a command of Slurm may take."""
+"""Seconds that a command of a scheduler may take."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,54 @@ class Seen:
     def is_alive(self) -> bool:
         """Whether the job waits, runs, or is being cleaned up."""
         return self.state not in STAND and self.state not in ENDED
+
+
+class Scheduler(Protocol):
+    """What takes jobs."""
+
+    name: str
+    """As people write it."""
+    folder: str
+    """Of scripts and logs, in a run's or a sweep's directory."""
+    has_arrays: bool
+    """Whether a sweep is submitted at once, jobs that ask for the same together; else one by one."""
+
+    def need(self) -> None:
+        """Refuse to submit where that cannot work: UserError (2 inside of a job, 3 without the scheduler)."""
+
+    def script(self, config: Config, plans: Sequence[LaunchPlan]) -> str:
+        """The batch script that these runs would be submitted with; writes nothing and asks nobody."""
+
+    def submit(
+        self, folder: Path, plans: Sequence[LaunchPlan], paths: Sequence[Path], code: Path, most: int | None
+    ) -> list[str]:
+        """Submit runs that ask for the same, return their jobs' ids; raises UserError (5).
+
+        Args:
+            folder: for scripts and logs.
+            plans: of the runs.
+            paths: their directories, which may differ from the plans' by a number.
+            code: the snapshot that jobs import.
+            most: jobs of an array that run at the same time; None for no limit.
+        """
+
+    def most_tasks(self) -> int:
+        """Most jobs of one `submit`."""
+
+    def look(self, ids: Iterable[str]) -> dict[str, Seen] | None:
+        """What the queue says about the jobs that it knows; None if it cannot be asked now."""
+
+    def time_left(self, number: str) -> int | None:
+        """Seconds until a job's time limit; None without one, or where nobody says."""
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Cancel jobs; whether they end is for `look` to say."""
+
+    def requeue(self, run: Path, number: str) -> bool:
+        """Called inside of the run's job, which ends at once: let it start again."""
+
+    def code(self, number: str) -> int:
+        """The batch script's exit code as the scheduler has it; 1 where nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +138,16 @@ def merge(
     if seen is not None and seen.is_alive:
         return None
     if seen is not None and seen.state in STAND:
-        words = f"the job ended as {seen.state}" + (f" ({seen.reason})" if seen.reason != "None" else "")
+        words = f"the job ended as {seen.state}" + (
+            f" ({seen.reason})" if seen.reason not in ("None", "") else ""
+        )
         if saved and seen.state in ("TIMEOUT", "PREEMPTED"):
             return Verdict("stopped", SAVED, f"{words}, state saved", seen.state)
         return Verdict("failed", STAND[seen.state], words, seen.state)
     if status is not None and status.get("state") in TERMINAL:
         return Verdict(str(status["state"]), int(status["exit_code"]), None)
     if seen is not None and waited >= SILENT:
-        words = f"the job ended as {seen.state} and left no status; its log is in the folder slurm"
+        words = f"the job ended as {seen.state} and left no status; its log is in the scheduler's folder"
         return Verdict("failed", code or 1, words, seen.state)
     if seen is None and waited >= UNKNOWN:
         return Verdict("failed", LOST, "the scheduler does not know the job any more", "LOST")
@@ -103,32 +160,15 @@ def read_squeue(text: str) -> dict[str, Seen]:
     return {row[0]: Seen("HELD" if HELD.search(row[2]) else row[1], row[2]) for row in rows}
 
 
-def look(ids: Iterable[str]) -> dict[str, Seen] | None:
-    """What squeue says about the jobs that it knows; None if it cannot be asked now."""
-    bases = ",".join(sorted({number.partition("_")[0] for number in ids}))
-    done = ask("squeue", "-h", "-r", "-t", "all", "-j", bases, "-o", "%i|%T|%r")
-    if done is None:
-        return None
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        return None
-    return read_squeue(done.stdout)
+def job_id(run: Path) -> str | None:
+    """The id of the run's job; None before it has one."""
+    number = (read_json(run / "job.json") or {}).get("id")
+    return None if number is None else str(number)
 
 
-def cancel(ids: Iterable[str]) -> None:
-    """Cancel jobs; whether they end is for `look` to say."""
-    ask("scancel", *sorted(set(ids)))
-
-
-def requeue(number: str) -> bool:
-    """Put a running job back into the queue; it is killed at once (SUB-6)."""
-    done = ask("scontrol", "requeue", number)
-    return done is not None and done.returncode == 0
-
-
-def batch_code(number: str) -> int:
-    """The batch script's exit code as Slurm has it, `c:s`; 1 where nobody knows."""
-    done = ask("scontrol", "-o", "show", "job", number)
-    found = re.search(r"\bExitCode=(\d+):(\d+)", done.stdout if done is not None else "")
+def read_code(text: str) -> int:
+    """The batch script's exit code in what `scontrol show job` says, `ExitCode=c:s`; 1 without it."""
+    found = re.search(r"\bExitCode=(\d+):(\d+)", text)
     if found is None:
         return 1
     return exit_code(-int(found[2])) if int(found[2]) else int(found[1])
@@ -141,15 +181,17 @@ def own_id(shell: Mapping[str, str]) -> str | None:
     return shell.get("SLURM_JOB_ID")
 
 
-def max_array_size() -> int:
-    """Most tasks of one array; Slurm's own default where it does not say."""
-    done = ask("scontrol", "show", "config")
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", done.stdout if done is not None else "", re.M)
-    return int(found[1]) if found else 1001
+def seconds_of(text: str) -> int | None:
+    """`D-HH:MM:SS` with its leading parts left out where they are 0, as squeue prints it."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Run a command of Slurm; None if it is missing or does not answer."""
+    """Run a command of the scheduler; None if it is missing or does not answer."""
     try:
         with outside_of_jobs():
             return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -165,13 +207,3 @@ def outside_of_jobs() -> Iterator[None]:
         yield
     finally:
         os.environ.update(removed)
-
-
-def need_slurm() -> None:
-    """Refuse to submit where there is no Slurm, and inside of a job (DIRECT-5)."""
-    if shutil.which("sbatch") is None:
-        fix = "submit from a login node, type launcher=local, or dry_run=true to see the script"
-        raise UserError(f"launcher=slurm: there is no sbatch on PATH; {fix}", code=3)
-    if "SLURM_JOB_ID" in os.environ:
-        number = os.environ["SLURM_JOB_ID"]
-        raise UserError(f"launcher=slurm inside of job {number}: type launcher=local, or submit from outside")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from src.config import Config
+from src.config import SCHEDULERS, Config
 from src.errors import Problem, UserError
 
 
@@ -24,7 +24,7 @@ def spread(config: Config, platform: str) -> Spread:
         UserError: numbers that contradict each other, with the arithmetic (2).
     """
     world, nodes, gpus = config.mesh.world, config.launcher.nodes, config.launcher.gpus_per_node
-    if config.launcher.name != "slurm":
+    if config.launcher.name not in SCHEDULERS:
         return Spread(1, world)
     if platform != "cpu" and gpus is None:
         fix = "type launcher.gpus_per_node=8, or platform=cpu"

@@ -15,20 +15,26 @@ from typing import Any
 from submitit.slurm import slurm
 
 from src.errors import UserError
+from src.launchers.container import ContainerPlan
 from src.launchers.flags import Flag
 from src.launchers.node import run_node
+from src.launchers.ranks import UNMOVED
 from src.launchers.scheduler import outside_of_jobs
 
 NAMED = set(inspect.signature(slurm._make_sbatch_string).parameters)
 """Parameters that submitit has a name for; any other flag is an additional one."""
-UNMOVED = """/bin/sh -c 'trap "" TERM USR1 USR2; exec "$0" "$@"'"""
-"""Before the agent's interpreter: a warning that comes while it imports must not end it. What it misses so,
-its own clock makes good (`watch.time_left`), and whoever preempts or cancels kills."""
 NUMBERS = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node")
 
 
 class Executor(slurm.SlurmExecutor):
     """Needs no Slurm to write a script: a dry run works anywhere."""
+
+    agent: str | None = None
+    """What srun starts in place of submitit's own command, which wants submitit in the image of pyxis."""
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return self.agent or str(super()._submitit_command_str)
 
     @classmethod
     def affinity(cls) -> int:
@@ -46,7 +52,12 @@ class Executor(slurm.SlurmExecutor):
 
 
 def executor(
-    folder: Path, flags: Sequence[Flag], runs: Sequence[Path], code: Path, side_by_side: int | None
+    folder: Path,
+    flags: Sequence[Flag],
+    runs: Sequence[Path],
+    code: Path,
+    side_by_side: int | None,
+    container: ContainerPlan | None = None,
 ) -> Executor:
     """An executor whose jobs are the given runs, in this order.
 
@@ -56,8 +67,14 @@ def executor(
         runs: run directories.
         code: the snapshot that jobs import.
         side_by_side: most tasks of an array that run at the same time; None for no limit.
+        container: of the runs; only pyxis is a matter of the script, for others the agent starts a runtime.
     """
-    made = Executor(folder, max_num_timeout=0, python=f"{UNMOVED} {shlex.quote(sys.executable)}")
+    unmoved = shlex.join(UNMOVED)
+    made = Executor(folder, max_num_timeout=0, python=f"{unmoved} {shlex.quote(sys.executable)}")
+    wrapping: list[str] = []
+    if container is not None and container.runtime == "pyxis":
+        wrapping = shlex.split(container.command)
+        made.agent = f'{unmoved} {shlex.quote(container.python)} -m src.launchers.node "$run"'
     named = {flag.name.replace("-", "_"): flag for flag in flags}
     parameters: dict[str, Any] = {"time": None, "wckey": None, "stderr_to_stdout": True}
     parameters |= {name: parameter(name, flag) for name, flag in named.items() if name in NAMED}
@@ -68,7 +85,7 @@ def executor(
         additional_parameters=others,
         setup=setup(runs, code),
         teardown=teardown(),
-        srun_args=[*cores, "--kill-on-bad-exit=1"],
+        srun_args=[*cores, "--kill-on-bad-exit=1", *wrapping],
         array_parallelism=side_by_side or len(runs),
     )
     return made

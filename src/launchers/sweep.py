@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from hydra.core.config_loader import ConfigLoader
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from src import runs
 from src.code_identity import CodeRecord, code_record
 from src.compose import compose_jobs
-from src.config import Config
-from src.digest import config_digest
+from src.config import SCHEDULERS, Config
 from src.errors import Problem, UserError
 from src.launchers.bar import Display
 from src.launchers.console import Console, clock, show_result
@@ -24,6 +24,7 @@ from src.launchers.environment import cores
 from src.launchers.jobs import (
     ENDED,
     Job,
+    Seat,
     data_failure,
     look_at,
     make_jobs,
@@ -31,29 +32,56 @@ from src.launchers.jobs import (
     signal_job,
     start_job,
 )
-from src.launchers.launch import Launch, check_log_copy, papers
+from src.launchers.launch import check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
 from src.launchers.ranks import WORKER
-from src.launchers.settle import fail
 from src.launchers.storage import check_storage
+from src.launchers.sweep_end import leave_failure, summary, sweep_code
 from src.launchers.watch import LOOK, Signals
-from src.machine import HIDING, find_machine
-from src.report import comparison, show, table, write_report
-from src.report_facts import find_runs, groups, read_run, row
-from src.status import Status
+from src.machine import find_machine, visible
+from src.report import comparison, write_report
+from src.report_facts import find_runs, groups
 from src.trainer.data.keys import Corpora
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs that have run, and what they amount to."""
+
+    jobs: list[Job]
+    code: int
+    """The sweep's exit code as far as these jobs say (EXIT-2)."""
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Hydra's launchers of ours, as a sweeper sees them; Hydra loads each plugin file by itself."""
+
+    code: int
+    """Of the first batch that failed; 0 if none did."""
+
+    def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> Batch:
+        """Run the jobs with these overrides, the first of them at that place of the sweep."""
 
 
 def run_sweep(
     loader: ConfigLoader, master: DictConfig, overrides: list[list[str]], worker: str = WORKER
 ) -> int:
-    """Run all jobs of a multirun and return the sweep's exit code (EXIT-2).
+    """Run all jobs of a multirun and return the sweep's exit code (EXIT-2); see `run_batch`."""
+    return run_batch(loader, master, overrides, worker).code
+
+
+def run_batch(
+    loader: ConfigLoader, master: DictConfig, overrides: list[list[str]], worker: str = WORKER, first: int = 0
+) -> Batch:
+    """Run the jobs that a sweeper asks for: all of them, or those of an adaptive one's next step (SWEEP-10).
 
     Args:
         loader: Hydra's, which composes the jobs.
         master: the composed config of the multirun, with Hydra's own part.
         overrides: of each job, in sweep order.
         worker: module that a rank runs.
+        first: place of the first of them in the sweep.
 
     Raises:
         UserError: an item does not compose, or the items want different launchers (2), or do not fit (3).
@@ -61,15 +89,27 @@ def run_sweep(
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
     check_storage(configs[0])
-    if configs[0].launcher.name == "slurm":
-        from src.launchers.slurm_sweep import run_slurm_sweep
+    jobs = make_jobs(configs, overrides, typed_overrides(master), first)
+    if configs[0].launcher.name in SCHEDULERS:
+        from src.launchers.remote_sweep import run_remote_sweep
 
-        return run_slurm_sweep(
-            configs, overrides, [str(text) for text in master.hydra.overrides.task], worker
-        )
-    jobs = make_jobs(configs, overrides, [str(text) for text in master.hydra.overrides.task])
+        return Batch(jobs, run_remote_sweep(jobs, worker))
+    return Batch(jobs, run_local_sweep(jobs, worker))
+
+
+def typed_overrides(master: DictConfig) -> list[str]:
+    """What the command line says, and what the sweeper's own `params` say."""
+    params = OmegaConf.select(master, "hydra.sweeper.params") or {}
+    return [
+        *(f"{key}={value}" for key, value in params.items()),
+        *(str(text) for text in master.hydra.overrides.task),
+    ]
+
+
+def run_local_sweep(jobs: list[Job], worker: str) -> int:
+    """Run the jobs on this machine and return their exit code."""
     plans = plan_jobs(jobs)
-    if configs[0].dry_run:
+    if jobs[0].config.dry_run:
         for plan in plans:
             show_result(dry_run_text(plan))
         return 0
@@ -77,7 +117,9 @@ def run_sweep(
         check_memory(plan)
         check_log_copy(job.config)
         job.plan, job.data_key = plan, plan.data_key
-    return Sweep(jobs, worker).run()
+    sweep = Sweep(jobs, worker)
+    sweep.check_parallel()
+    return sweep.run()
 
 
 def plan_jobs(jobs: Sequence[Job]) -> list[LaunchPlan]:
@@ -103,9 +145,20 @@ class Sweep:
         assert self._config.sweep.name is not None
         self._directory = Path(self._config.paths.runs) / self._config.sweep.name
         self._console, self._signals = Console(), Signals()
-        self._devices = free_devices(self._config)
+        self._shown_by, self._devices = free_devices(self._config)
         self._slots = self._config.launcher.slots or (len(self._devices) if self._devices else cores())
         self._passed_on = 0
+
+    def check_parallel(self) -> None:
+        """Raise `UserError` (3) where `launcher.parallel` jobs never have a GPU for each rank (LOCAL-3)."""
+        parallel, world = self._config.launcher.parallel, min(job.config.mesh.world for job in self._jobs)
+        if parallel == "auto" or not self._devices:
+            return
+        jobs = min(int(parallel), len(self._jobs))
+        if jobs * world > len(self._devices):
+            message = f"{jobs} jobs x {world} ranks = {jobs * world} GPUs, {len(self._devices)} are visible"
+            fix = f"type launcher.parallel={max(1, len(self._devices) // world)}, or auto"
+            raise UserError([Problem("launcher.parallel", message, fix, "LOCAL-3")], code=3)
 
     def run(self) -> int:
         """Run what is not done yet; a table at the end says how each job went."""
@@ -181,21 +234,35 @@ class Sweep:
         self._find_directory(job, code_record())
         if job.state != "queued":
             return
+        start_job(job, scratch, self._seat(job), self._worker)
+
+    def _seat(self, job: Job) -> Seat:
+        """Devices and caches that no running job has (LOCAL-3)."""
+        used = {other.seat.number for other in self._running() if other.seat is not None}
+        number = next(k for k in range(len(used) + 1) if k not in used)
+        variables = {}
         if self._devices:
-            taken = {name for other in self._running() for name in other.devices or []}
-            job.devices = [name for name in self._devices if name not in taken][: job.config.mesh.world]
-        start_job(job, scratch, self._beside(job), self._worker)
+            job.devices = self._free()[: job.config.mesh.world]
+            variables = {self._shown_by: ",".join(job.devices)}
+        return Seat(number, self._beside(job), variables)
+
+    def _free(self) -> list[str]:
+        """GPUs that no running job has."""
+        taken = {name for other in self._running() for name in other.devices or []}
+        return [name for name in self._devices if name not in taken]
 
     def _beside(self, job: Job) -> int:
         """Jobs like this one side by side: max(1, slots / world), or `launcher.parallel` (LOCAL-3)."""
         if job.config.launcher.parallel != "auto":
             return int(job.config.launcher.parallel)
-        return max(1, self._slots // job.config.mesh.world)
+        return min(len(self._jobs), max(1, self._slots // job.config.mesh.world))
 
     def _has_room(self, job: Job) -> bool:
         running = self._running()
         if not running:
             return True
+        if self._devices and len(self._free()) < job.config.mesh.world:
+            return False
         if job.config.launcher.parallel != "auto":
             return len(running) < self._beside(job)
         return sum(other.config.mesh.world for other in running) + job.config.mesh.world <= self._slots
@@ -267,51 +334,7 @@ class Sweep:
             self._console.line("\n" + part.removeprefix("## "))
 
 
-def leave_failure(job: Job, code: int, kind: str, message: str) -> Path:
-    """The papers and the failed `status.json` of an attempt that never started; returns its directory."""
-    assert job.plan is not None
-    record = code_record()
-    claim = runs.claim(job.config, record, job.data_key)
-    try:
-        files = papers(Launch(job.config, job.overrides), job.plan, None, record, job.data_key)
-        runs.begin_attempt(claim, files)
-        status = Status("failed", claim.attempt, config_digest(job.config), ended=time.time())
-        fail(status, code, kind, message)
-        status.write(claim.path)
-    finally:
-        claim.release()
-    return claim.path
-
-
-def free_devices(config: Config) -> list[str]:
-    """Names of the GPUs that jobs may share out; empty on a CPU."""
-    machine = find_machine(config)
-    if machine.platform == "cpu":
-        return []
-    shown = next((os.environ[name] for name in HIDING if name in os.environ), None)
-    names = [str(k) for k in range(machine.devices)] if shown is None else shown.split(",")
-    return names[: machine.devices]
-
-
-def summary(jobs: Sequence[Job]) -> str:
-    """The table of the jobs: swept values, state, code, steps, losses, speed; then reasons of failures."""
-    numbers = ("steps", "last_loss", "heldout_loss", "tokens_per_s")
-    rows = []
-    for job in jobs:
-        has_run = job.path is not None and (job.path / "config.yaml").is_file()
-        facts = row(read_run(job.path)) if has_run and job.path is not None else {}
-        cells = [*job.swept.values(), job.state, show(job.code), *(show(facts.get(name)) for name in numbers)]
-        rows.append([*cells, job.path.name if job.path else "-"])
-    text = table([*jobs[0].swept, "state", "code", *numbers, "directory"], rows)
-    reasons = [f"{job.name}: {job.reason}" for job in jobs if job.reason]
-    return "\n".join([text, *reasons])
-
-
-def sweep_code(jobs: Sequence[Job], signals: Sequence[int]) -> int:
-    """The first failed job's code in sweep order; else 75 if some stopped, 130 after Ctrl-C (EXIT-2)."""
-    failed = [job.code for job in jobs if job.state == "failed" and job.code]
-    if failed:
-        return failed[0]
-    if all(job.state == "done" for job in jobs):
-        return 0
-    return 130 if 2 in signals else 75
+def free_devices(config: Config) -> tuple[str, list[str]]:
+    """The variable that shows GPUs, and the names of those that jobs have each for itself; none on a CPU."""
+    platform = find_machine(config).platform
+    return ("", []) if platform == "cpu" or config.launcher.share_device else visible(platform)

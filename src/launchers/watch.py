@@ -129,12 +129,12 @@ class Screen:
 def time_left(run: Path, config: Config) -> float:
     """Seconds until the attempt has to begin to save, by `launcher.time` and our own clock (AGENT-2).
 
-    A scheduler's limit is in whole minutes; its warning may be missed, or not be given.
+    Slurm's limit is in whole minutes; a scheduler's warning may be missed, or not be given.
     """
     if config.launcher.time is None:
         return float("inf")
     limit = seconds(config.launcher.time)
-    if config.launcher.name in ("slurm", "spur"):
+    if config.launcher.name == "slurm":
         limit = 60 * -(-limit // 60)
     started = float((read_status(run) or {}).get("started") or time.time())
     return limit - seconds(config.launcher.grace) - max(0.0, time.time() - started)
@@ -144,11 +144,29 @@ class Watcher:
     """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
 
     def __init__(
-        self, run: Path, config: Config, console: Console, signals: Signals, screen: Screen | None = None
+        self,
+        run: Path,
+        config: Config,
+        console: Console,
+        signals: Signals,
+        screen: Screen | None = None,
+        slack: float = 0.0,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._run, self._config = run, config
+        """Watch the ranks of `run`, once they are started.
+
+        Args:
+            run: the run's directory.
+            config: the run's.
+            console: says what is done to the ranks.
+            signals: stop requests.
+            screen: shows steps, where somebody looks.
+            slack: seconds on top for ranks behind an agent that watches them by the same rules.
+            lost: says why the ranks must end at once, None while they may go on.
+        """
+        self._run, self._config, self._slack = run, config, slack
         self._console, self._signals, self._screen = console, signals, screen
-        self._deadline = time.monotonic() + time_left(run, config)
+        self._deadline, self._lost = time.monotonic() + time_left(run, config), lost
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False
@@ -179,17 +197,21 @@ class Watcher:
             (self._run / "control" / "stop").write_text(f"{why}\n")
             once_more = "" if self._signals.scheduled else "; once more kills"
             self._console.line(f"{why}: saving, then stopping{once_more}")
-        overdue = self._asked is not None and now - self._asked > seconds(self._config.launcher.grace)
+        grace = seconds(self._config.launcher.grace) + self._slack
+        overdue = self._asked is not None and now - self._asked > grace
         if self._signals.insist or overdue:
             over = f"launcher.grace={self._config.launcher.grace} is over"
             self._kill(ranks, "a second signal" if self._signals.insist else over)
 
     def _look_for_errors(self, ranks: Ranks) -> None:
+        reason = self._lost()
+        if reason is not None:
+            self._kill(ranks, reason)
         if not has_failed(self._run / "control"):
             return
         now = time.monotonic()
         self._failed = self._failed or now
-        if now - self._failed > ALONE:
+        if now - self._failed > ALONE + self._slack:
             self._kill(ranks, f"still there {ALONE:.0f} s after the first error")
 
     def _kill(self, ranks: Ranks, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from src.models.schema import ModelConfig
 from src.models.stage import Holding, Stage
 
 C = TypeVar("C", bound=ModelConfig)
+Around = Callable[[int, Callable[..., Tensor]], Callable[..., Tensor]]
 
 
 class Decoder(nn.Module):
@@ -46,6 +48,8 @@ class CausalLM(nn.Module, Generic[C]):
         self.config, self.holding, self.ops = config, holding, ops
         layers = {str(index): self.layer(index, holding.experts, ops) for index in holding.layers}
         self.model = Decoder(config, holding, layers, ops)
+        self.around: Around | None = None
+        """What the engine puts around the call of each layer, given its number, while it is traced."""
         if holding.last:
             self.lm_head = Linear(config.hidden_size, vocabulary(config), ops)
             if config.tie_embeddings:
@@ -70,7 +74,8 @@ class CausalLM(nn.Module, Generic[C]):
         hidden_TD = self.enter(x, stage.first)
         for index in stage.layers:
             layer = self.model.layers[str(index)]
-            hidden_TD = layer(hidden_TD, batch.at(index) if layer.is_moe else batch, dispatcher)
+            call = layer if self.around is None else self.around(index, layer)
+            hidden_TD = call(hidden_TD, batch.at(index) if layer.is_moe else batch, dispatcher)
         return self.leave(hidden_TD, batch, stage)
 
     def enter(self, x: Tensor, first: bool) -> Tensor:

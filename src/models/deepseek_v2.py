@@ -8,7 +8,6 @@ head, R rotary width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src.kernels.declaration import Need
@@ -85,7 +84,8 @@ class LatentAttention(nn.Module):
         k_BSR = self.ops.rope(k_BSR[:, :, None], cos_BSR, sin_BSR, interleaved=True)[:, :, 0]
 
         def expand(latent_BSL: Tensor, k_BSR: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            kv_BSHX = F.linear(latent_BSL, weight).view(*latent_BSL.shape[:2], self.config.num_heads, -1)
+            kv_BSX = self.kv_b_proj.at_once(latent_BSL, weight)
+            kv_BSHX = kv_BSX.view(*latent_BSL.shape[:2], self.config.num_heads, -1)
             k_BSHN, v_BSHU = kv_BSHX.tensor_split([nope], -1)
             k_BSHR = k_BSR[:, :, None].expand(*k_BSHN.shape[:3], -1)
             return torch.cat((k_BSHN, k_BSHR), -1), v_BSHU

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from src.kernels.fp8 import Quantised
 from src.kernels.registry import Ops
 from src.models.protocol import Batch
 from src.models.rotary import inverse_frequencies
@@ -57,10 +58,23 @@ class Linear(nn.Module):
         self.ops = ops
         self.weight = nn.Parameter(torch.empty(out, into))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        self.fp8: Quantised | None = None
+        """The weight in fp8, which the engine lends where the product is to run in it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        product: Tensor = self.ops.linear(x, self.weight, self.bias)
+        product: Tensor
+        if self.fp8 is None:
+            product = self.ops.linear(x, self.weight, self.bias)
+        else:
+            product = self.ops.linear_fp8(x, self.weight, self.fp8, self.bias)
+        return product
+
+    def at_once(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `forward` without bias, for a stand-in of the weight whose gradient nobody may put off."""
+        if self.fp8 is None:
+            return F.linear(x, weight)
+        product: Tensor = self.ops.linear_fp8(x, weight, self.fp8, later=None)
         return product
 
 
@@ -129,12 +143,30 @@ class Experts(nn.Module):
         self.ops = ops
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
+        self.fp8: tuple[Quantised, Quantised] | None = None
+        """Both stacks in fp8, as in `Linear`."""
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows grouped by local expert, their int32 counts → rows [R,D]; rows past the counts give zero."""
         offs_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate_up_R2F = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
-        out: Tensor = self.ops.grouped_mm(self.ops.swiglu(gate_up_R2F), self.down, offs_E)
+        return self.by_down(self.ops.swiglu(self.by_gate_up(rows_RD, offs_E)), offs_E)
+
+    def by_gate_up(self, rows_RD: Tensor, offs_E: Tensor) -> Tensor:
+        """Rows up to the int32 ends times `gate_up`, [R,2F]."""
+        out: Tensor
+        if self.fp8 is None:
+            out = self.ops.grouped_mm(rows_RD, self.gate_up, offs_E)
+        else:
+            out = self.ops.grouped_mm_fp8(rows_RD, self.gate_up, self.fp8[0], offs_E)
+        return out
+
+    def by_down(self, inner_RF: Tensor, offs_E: Tensor) -> Tensor:
+        """Rows up to the int32 ends times `down`, [R,D]."""
+        out: Tensor
+        if self.fp8 is None:
+            out = self.ops.grouped_mm(inner_RF, self.down, offs_E)
+        else:
+            out = self.ops.grouped_mm_fp8(inner_RF, self.down, self.fp8[1], offs_E)
         return out
 
 
@@ -156,10 +188,10 @@ class BiasedExperts(Experts):
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """As `Experts.forward`; rows past the counts take no bias (ENG-19)."""
         offs_E = counts_E.cumsum(0, dtype=torch.int32)
-        product, add = self.ops.grouped_mm, self.ops.expert_bias
-        gate_up_R2F = add(product(rows_RD, self.gate_up, offs_E), self.gate_up_bias, offs_E)
+        add = self.ops.expert_bias
+        gate_up_R2F = add(self.by_gate_up(rows_RD, offs_E), self.gate_up_bias, offs_E)
         inner_RF = self.ops.swiglu(gate_up_R2F, limit=self.limit, alpha=self.alpha)
-        out: Tensor = add(product(inner_RF, self.down, offs_E), self.down_bias, offs_E)
+        out: Tensor = add(self.by_down(inner_RF, offs_E), self.down_bias, offs_E)
         return out
 
 
@@ -183,7 +215,7 @@ def attend(
         return batch.context.attend(
             q_BSHC, (k_BSGC, v_BSGU), None, (), scale, batch.documents_BS, window, sinks_H
         )
-    asked = {"window": window, "sinks_H": sinks_H}
+    asked = {"window": window, "sinks_H": sinks_H, "cu_seqlens": batch.cu_seqlens}
     options: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     o_BSHU, _ = ops.attention(q_BSHC, k_BSGC, v_BSGU, scale, batch.documents_BS, **options)
     out: Tensor = o_BSHU

@@ -74,6 +74,11 @@ def is_expert_stack(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_router(name: str) -> bool:
+    """Whether a parameter is a router's: it computes in the masters' dtype under any precision (MOD-4)."""
+    return ".mlp.gate." in name
+
+
 def vocabulary(config: ModelConfig) -> int:
     """Rows of embedding and head; `ValueError` while they still wait for the tokenizer."""
     if config.vocab_size is None:

@@ -105,11 +105,12 @@ class Batch:
     positions_BS: Tensor
     """int64, restarting at 0 in each document (PACK-6)."""
     cu_seqlens: Tensor | None
-    """int32 starts of the segments of the flattened [B*S] tokens, first 0, last B*S; None: every sample is
-    one full document, and attention takes the dense path, or a context has cut the segments."""
+    """int32 starts of the segments of the flattened [B*S] tokens, first 0, last B*S, those of samples among
+    them; None: every sample is one full document, and attention takes the dense path, or a context has cut
+    the segments."""
     documents_BS: Tensor | None
-    """int32 index of the segment that a position belongs to, unique within the micro-batch; None: every
-    sample is one full document."""
+    """int32 index of the segment that a position belongs to, unique within the micro-batch and never falling;
+    None: every sample is one full document."""
     real_BS: Tensor | None
     """bool, False on pads; None: every token is real."""
     balances: Balances | None

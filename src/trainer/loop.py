@@ -40,6 +40,7 @@ from src.trainer.runtime import Runtime
 from src.trainer.state import Run
 from src.trainer.step import train_step
 from src.trainer.stop import StopRequest
+from src.trainer.tuning import tune_products
 
 SHOWN = 8
 """Samples that a message names."""
@@ -114,16 +115,17 @@ def without_targets(run: Run, step: int) -> UserError:
 def build(config: Config, directory: Path, attempt: int, runtime: Runtime, stop: StopRequest) -> Run:
     """Data, backend and optimizer of this rank; one line tells what the run is made of (LOG-4)."""
     data = open_data(config, agree(runtime, lambda: launched_key(config, directory)))
+    tuned, lines = tune_products(config, runtime.device)
     backend = backend_class(config.backend.name).build(config, runtime)
     optimizer = Optimizer(
         config.optimizer, backend.parameters, backend.specs, backend.ops.adamw, backend.copies,
         backend.remainders, precision_of(config, runtime.device).first_moment,
     )  # fmt: skip
     repairs = repair(config, directory, runtime.rank, backend.ops)
-    write_kernels(directory, runtime, backend.ops_record() | repairs.record)
+    write_kernels(directory, runtime, backend.ops_record() | repairs.record | tuned)
     health = Health(config, runtime.device)
     run = Run(config, directory, attempt, runtime, data, backend, optimizer, stop, health, repairs)
-    for line in repairs.lines:
+    for line in [*lines, *repairs.lines]:
         say(run, line)
     return run
 

@@ -7,6 +7,7 @@ two cores a gloo group costs a rank some ten milliseconds.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -167,14 +168,23 @@ def meet(config: Config, rank: int, world: int) -> Store:
     absent = "the others"
     try:
         store: Store = next(rendezvous("env://", rank, world, timeout=limit))[0]
-        store.set(f"start/{rank}", "")
+        store.set(f"start/{rank}", os.environ.get("MANYHEAD_SHARED", "{}"))
         for other in range(world):
             absent = f"rank {other}"
             store.wait([f"start/{other}"], limit)
+        check_shared(rank, *(json.loads(store.get(f"start/{other}")) for other in (rank, 0)))
     except dist.DistError as error:
         message = f"timed out waiting for {absent}, launcher.timeout={config.launcher.timeout}"
         raise UserError(f"{message}: see their logs, or let it wait longer", code=6) from error
     return store
+
+
+def check_shared(rank: int, mine: dict[str, str], first: dict[str, str]) -> None:
+    """Raise `UserError` (6) where a variable that all nodes must share is not rank 0's (ENV-4)."""
+    wrong = [name for name in sorted({*mine, *first}) if mine.get(name) != first.get(name)]
+    if wrong:
+        shown = "; ".join(f"{name} is {mine.get(name)}, on rank 0 {first.get(name)}" for name in wrong)
+        raise UserError(f"rank {rank}: {shown}: export the same on every node, or set env.NAME", code=6)
 
 
 def join(

@@ -273,6 +273,22 @@ def test_bench_6_a_model_without_experts_has_one_routing(capsys: pytest.CaptureF
     assert skipped == ["dense_1b has no experts: no even routing"]
 
 
+@pytest.mark.slow
+def test_bench_1_plain_is_ours_without_our_overrides() -> None:
+    """FP8-1: fp8 beside bf16, in one precision, both clipped or neither; what is for both reaches both."""
+    words = ["--peer", "plain", "--precision", "split,bf16", "--ours", "precision.fp8=dense"]
+    options = bench_model.options_of(bench_model.parser().parse_args([*words, "data.rule=zipf"]))
+    sides = [(group.ours[0], group.peer) for group in groups_of(["dense_1b"], options, [])]
+    assert [(ours.precision.fp8, peer.precision.fp8) for ours, peer in sides if peer] == [
+        ("dense", "none")
+    ] * 2
+    for ours, peer in sides:
+        assert peer is not None
+        assert ours.optimizer.max_norm == peer.optimizer.max_norm
+        peer.precision.fp8 = "dense"
+        assert (ours, ours.data.rule) == (peer, "zipf")
+
+
 def test_bench_6_at_most_24_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
     """BENCH-6: more are refused with their number, and so are routings that do not exist."""
     tokens = ",".join(str(64 * n) for n in range(1, 26))

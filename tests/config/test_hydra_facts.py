@@ -163,11 +163,11 @@ def test_launchers_are_fixed_before_the_sweep(tmp_path: Path, monkeypatch: pytes
     text = QUIET.replace("  - _self_\n", "  - _self_\n  - where: here\n")
     claimed: list[str] = []
 
-    def run_sweep(loader: ConfigLoader, config: DictConfig, jobs: list[list[str]]) -> int:
+    def run_batch(loader: ConfigLoader, config: DictConfig, jobs: list[list[str]], first: int) -> sweep.Batch:
         claimed.append("ours")
-        return 0
+        return sweep.Batch([], 0)
 
-    monkeypatch.setattr(sweep, "run_sweep", run_sweep)
+    monkeypatch.setattr(sweep, "run_batch", run_batch)
 
     def task(cfg: DictConfig) -> None:
         claimed.append(HydraConfig.get().launcher._target_.rpartition(".")[2])

@@ -19,6 +19,7 @@ WITH_CONFIG = {
     "prepare_data.py": ["build"],
     "bench_program.py": [],
     "bench_sweep.py": [],
+    "doctor.py": [],
     "evaluate.py": [],
     "show_schedule.py": [],
 }

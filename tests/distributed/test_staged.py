@@ -194,7 +194,7 @@ def test_a_record_goes_backward_once() -> None:
     tape = Tape(poison=False)
     start = Value(torch.ones(3))
     (out,) = tape.call(lambda x, again: (2 * x,), [start])
-    record = tape._records[0]
+    _, record = tape._records[0]
     out.give(torch.ones(3))
     tape.backward()
     assert torch.equal(start.take(), torch.full((3,), 2.0))

@@ -24,6 +24,7 @@ from src import command_line
 from src.compose import check_overrides, compose, compose_jobs, config_loader
 from src.errors import EXIT_CODES, UserError
 from src.launchers.plan import make_plan
+from src.launchers.search_space import read_space
 from src.script import script_values
 from tests.docs.markdown import Document
 
@@ -163,8 +164,11 @@ def _train(words: list[str]) -> list[str]:
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """The jobs of a multirun, split as Hydra's own sweeper does."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    """The jobs of a multirun, split as Hydra's own sweeper does; one that a search might try."""
+    task = [word for word in overrides if not word.startswith("hydra")]
+    if "hydra/sweeper=optuna" in overrides:
+        return [read_space(task).corner()]
+    parsed = OverridesParser.create().parse_overrides(task)
     batches: list[list[list[str]]] = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [job for batch in batches for job in batch]
 
@@ -197,7 +201,7 @@ def _script(path: Path, words: list[str]) -> list[str]:
     parsed, wrong = parse(lambda: run_to_parser(path, words))
     overrides = [*getattr(parsed, "overrides", [])] if parsed is not None else []
     if overrides:
-        check_overrides(overrides, multirun=False)
+        check_overrides(overrides, multirun=getattr(parsed, "multirun", False))
     return wrong
 
 

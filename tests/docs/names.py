@@ -25,7 +25,7 @@ from tests.docs.markdown import Document
 ELSEWHERE = {"torchrun", "srun", "main", "ruff", "mypy"}
 """Names of others that our code does not contain: programs and branches."""
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][a-z0-9_./@]*=\S+")
+OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][A-Za-z0-9_./@]*=\S+")
 PATH = re.compile(
     r"[~$]?[\w.<>*-]*(/[\w.<>*-]+)+/?|[\w*-]+\.(py|md|yaml|yml|json|jsonl|toml|cff|log|png|diff|lock|safetensors)"
 )
@@ -119,7 +119,7 @@ def problems(document: Document) -> list[str]:
         place = document.at(span.line)
         if place in in_commands and " " in span.text:
             continue
-        for word in (word.strip("'\"()[]{},;:…").removesuffix("()") for word in span.text.split()):
+        for word in map(_bare, span.text.split()):
             if OVERRIDE.fullmatch(word):
                 overrides.setdefault(word, place)
             elif not exists(word, document.path.parent):
@@ -129,6 +129,12 @@ def problems(document: Document) -> list[str]:
     ]
 
 
+def _bare(word: str) -> str:
+    """A word without what surrounds it; a list that an override ends in stays whole."""
+    bare = word.strip("'\"()[]{},;:…").removesuffix("()")
+    return f"{bare}]" if "=[" in bare else bare
+
+
 def check_overrides(lines: list[str]) -> list[tuple[str, Problem]]:
     """What is wrong with each override, taken alone; a reserved option exists, to be refused."""
     found: list[tuple[str, Problem]] = []
@@ -136,7 +142,7 @@ def check_overrides(lines: list[str]) -> list[tuple[str, Problem]]:
         groups = Groups(loader)
         for line in lines:
             typed, wrong = parse(line, OverridesParser.create())
-            for item in typed:
+            for item in (item for item in typed if not item.is_hydra):
                 if is_choice(item, groups):
                     wrong += check_groups([item], groups, multirun=True)[1]
                 else:

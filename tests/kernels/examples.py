@@ -15,6 +15,8 @@ from torch import Tensor
 
 from src.kernels.adamw import Adam
 from src.kernels.declaration import Need
+from src.kernels.fp8 import Quantised
+from src.kernels.quantise_weight import quantise_weight as quantised_weight
 from src.kernels.sort_by_expert import Order, sort_by_expert
 
 
@@ -74,7 +76,12 @@ def attention(draw: Draw) -> Iterator[Example]:
     for heads, packed, windowed, sinks in product(HEADS, (False, True), (False, True), (False, True)):
         H, G, C, U = HEADS[heads]
         window = (99 if heads == "mha" else 3) if windowed else None  # One that is wider than the samples.
-        documents = torch.tensor(DOCUMENTS, device=draw.device, dtype=torch.int32) if packed else None
+        options: dict[str, Any] = {"window": window} if window else {}
+        documents = torch.tensor(DOCUMENTS, dtype=torch.int32)
+        if packed:
+            starts = torch.cat((torch.zeros(1), documents.flatten().bincount().cumsum(0)))
+            options["cu_seqlens"] = starts.to(draw.device, torch.int32)
+        places = documents.to(draw.device) if packed else None
         features = {"unequal": {"unequal_widths"}, "gqa": {"gqa"}, "both": {"unequal_widths", "gqa"}}
         has = features.get(heads, set()) | ({"packed"} if packed else set())
         has |= ({"window"} if window else set()) | ({"sinks"} if sinks else set())
@@ -83,10 +90,9 @@ def attention(draw: Draw) -> Iterator[Example]:
 
         def call(
             function: Any, q: Tensor, k: Tensor, v: Tensor, *a: Tensor,
-            documents: Tensor | None = documents, window: int | None = window,
+            places: Tensor | None = places, options: dict[str, Any] = options,
         ) -> Any:  # fmt: skip
-            extra = (window, *(a or (None,))) if window or a else ()
-            return function(q, k, v, 0.3, documents, *extra)
+            return function(q, k, v, 0.3, places, **options, **({"sinks_H": a[0]} if a else {}))
 
         need = Need(frozenset(has), {"key": C, "value": U})
         yield Example(" ".join([heads, *sorted(has)]), [*graded, *more], call, need=need)
@@ -109,7 +115,7 @@ def grouped_mm(draw: Draw) -> Iterator[Example]:
 
 
 def expert_bias(draw: Draw) -> Iterator[Example]:
-    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 130, 1, 0)}).items():
+    for load, counts in (LOADS | {"several tiles": (70, 0, 3, 0, 60, 1, 0)}).items():
         experts, rows = len(counts), max(9, sum(counts) + 2) if sum(counts) else 0
         yield Example(
             load,
@@ -340,6 +346,49 @@ def grad_norm(draw: Draw) -> Iterator[Example]:
     yield Example("tensors of three sizes", [], call, [draw.normal(5), draw.normal(3, 7), draw.normal(70000)])
 
 
+def linear_fp8(draw: Draw) -> Iterator[Example]:
+    shapes = ((3, 7), (5, 7)), ((3, 7), (32, 48)), ((16,), (48, 32)), ((0,), (32, 48))
+    for by_rows, (rows, (out, into)) in product((False, True), shapes):
+        weight = draw.normal(out, into)
+        yield Example(
+            f"{rows} of {into} to {out}, {'a scale a row' if by_rows else 'one scale'}",
+            [draw.normal(*rows, into), weight, draw.normal(out)],
+            lambda function, x, w, b, *lent: function(x, w, Quantised(*lent), b),
+            quantised_weight(weight, by_rows),
+            Need(widths={"in": into, "out": out}),
+        )
+
+
+def grouped_mm_fp8(draw: Draw) -> Iterator[Example]:
+    for load, width in product(LOADS, ("odd", "stacked")):
+        rows, (D, M) = 0 if load == "no rows" else 9, (WIDTHS | {"stacked": (48, 32)})[width]
+        stack = draw.normal(3, M, D)
+        yield Example(
+            f"{load}, {width}",
+            [draw.normal(rows, D), stack],
+            lambda function, x, w, offs, *lent: function(x, w, Quantised(*lent), offs),
+            [draw.ends(*LOADS[load]), *quantised_weight(stack, by_rows=True)],
+            Need(widths={"hidden_size": D, "expert_size": M}),
+        )
+
+
+def quantise_weight(draw: Draw) -> Iterator[Example]:
+    """Numbers that e4m3 has, with a largest one in each row and column whose scale is a power of two: the
+    interpreter rounds wrongly where rounding carries."""
+    for by_rows, shape in product((False, True), ((70, 33), (3, 48, 80))):
+        exact = draw.normal(*shape).float().to(torch.float8_e4m3fn).float().clamp(-13, 13)
+        M, D = shape[-2:]
+        for index in range(max(M, D)):
+            exact[..., index % M, index % D] = 14.0
+
+        def call(function: Any, weight: Tensor, by_rows: bool = by_rows) -> Any:
+            new = function(weight, by_rows)
+            again = function(weight, by_rows, Quantised(*(torch.zeros_like(x) for x in new)))
+            return (*new, *again)
+
+        yield Example(f"{shape}, {by_rows}", [], call, [exact.to(draw.dtype)])
+
+
 EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "attention": attention,
     "grouped_mm": grouped_mm,
@@ -356,6 +405,9 @@ EXAMPLES: Mapping[str, Callable[[Draw], Iterator[Example]]] = {
     "latent_heads": latent_heads,
     "router_linear": router_linear,
     "linear": linear,
+    "linear_fp8": linear_fp8,
+    "grouped_mm_fp8": grouped_mm_fp8,
+    "quantise_weight": quantise_weight,
     "linear_cross_entropy": linear_cross_entropy,
     "accumulate": accumulate,
     "grad_norm": grad_norm,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,27 @@ def test_still_needed_varlen_attn_gqa() -> None:
     q, k, ends = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="enable_gqa"):
         varlen_attn(q, k, k, ends, ends, 8, 8)
+
+
+class Cast(torch.autograd.Function):
+    """Twice a tensor, cast to the dtype that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 2
+
+
+@pytest.mark.slow
+def test_still_needed_traced_cast() -> None:
+    needed("traced_cast")
+    x = torch.ones(3, requires_grad=True)
+    compiled = torch.compile(Cast.apply, fullgraph=True, dynamic=False, backend="aot_eager")
+    (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert not grad.any()
 
 
 BOUNDS = """

@@ -35,11 +35,17 @@ FAST: dict[tuple[str, torch.dtype], dict[str, str]] = {
     ("cpu", torch.float32): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cpu", torch.bfloat16): {"attention": "sdpa_cpu", "grouped_mm": "torch_grouped_mm"},
     ("cuda", torch.float64): {"rope": "real", "rotary_heads": "real", "latent_heads": "real"},
-    ("cuda", torch.float32): CUDA | {"attention": "sdpa_efficient"},
+    ("cuda", torch.float32): CUDA | {"attention": "sdpa_efficient", "quantise_weight": "triton"},
     ("cuda", torch.bfloat16): CUDA
-    | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda", "router_linear": "split"},
+    | {"attention": "sdpa_efficient", "grouped_mm": "torch_grouped_mm_cuda", "router_linear": "split"}
+    | {"linear_fp8": "scaled_mm", "grouped_mm_fp8": "scaled_grouped_mm", "quantise_weight": "triton"},
 }
-"""What `auto` takes for packed samples; what is not named is the reference."""
+"""What `auto` takes for packed samples on Hopper; what is not named is the reference."""
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "sm80": ("grouped_mm", "linear_fp8", "grouped_mm_fp8", "quantise_weight"),
+    "sm100": ("grouped_mm_fp8",),
+}
+"""Operations for which another architecture has the reference only."""
 
 
 def choose_with(device: Device = DEVICES[-1], dtype: torch.dtype = torch.float32, **kernels: str) -> Ops:
@@ -54,8 +60,7 @@ def test_reg_4_everything_resolves_everywhere(device: Device, dtype: torch.dtype
     ops = choose_with(device, dtype, name=name)
     chosen = {operation: ops.choices[operation].name for operation in OPERATIONS}
     fast = FAST.get((device.kind, dtype), {}) if name == "auto" else {}
-    if device.arch == "sm80":
-        fast = fast | {"grouped_mm": EAGER}
+    fast = fast | dict.fromkeys(WITHOUT.get(device.arch, ()), EAGER)
     assert chosen == {operation: fast.get(operation, EAGER) for operation in OPERATIONS}
 
 
@@ -217,6 +222,8 @@ def test_reg_4_library_takes_anothers_kernel_and_triton_ours() -> None:
     assert {o: n for o, n in library.items() if n != EAGER} == {
         "attention": "sdpa_efficient",
         "grouped_mm": "torch_grouped_mm_cuda",
+        "linear_fp8": "scaled_mm",
+        "grouped_mm_fp8": "scaled_grouped_mm",
     }
     made = {o for o, known in implementations().items() if "triton" in known}
     assert {o for o, n in ours.items() if n == "triton"} == made

@@ -135,3 +135,20 @@ def test_combine_rounds_bf16_once() -> None:
     found = combine(y.flatten(0, 1), torch.arange(T * K).view(T, K), weights, residual)
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cmp_4_combine_keeps_its_gradients_in_a_graph(dtype: torch.dtype) -> None:
+    """All three were zero where torch 2.11 compiled it in fp32."""
+    torch.compiler.reset()
+    draws = torch.Generator().manual_seed(0)
+    y, residual = (torch.randn(shape, generator=draws).to(dtype) for shape in ((T * K, D), (T, D)))
+    slots = torch.randperm(T * K, generator=draws).int().view(T, K)
+    leaves = [x.requires_grad_() for x in (y, torch.rand(T, K, generator=draws), residual)]
+    compiled = torch.compile(combine, fullgraph=True, dynamic=False, backend="aot_eager")
+    found, want = (
+        torch.autograd.grad(function(leaves[0], slots, *leaves[1:]).float().square().sum(), leaves)
+        for function in (compiled, combine)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))

@@ -277,6 +277,19 @@ def test_closing_screen(single: Path) -> None:
     assert len(lines) == 15
 
 
+def test_speed_of_a_shared_machine(tmp_path: Path, configs: dict[str, Config]) -> None:
+    """REPORT-1: tokens/s of jobs side by side is never averaged with that of runs alone without a word."""
+    for seed, jobs in enumerate((1, 4, 4)):
+        run = make_run(tmp_path / str(seed), configs["single"], [f"seed={seed}"], [2.0, 1.0], seed=seed)
+        (run / "plan.json").write_text(json.dumps({"jobs": jobs}))
+    write_report(tmp_path, figure=False)
+    text = (tmp_path / "report.md").read_text()
+    assert "mixes runs of 1 (n=1) and 4 (n=2) jobs side by side" in text
+    assert "Jobs ran 4 side by side" in text
+    rows = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert [row["side_by_side"] for row in rows] == [1, 4, 4]
+
+
 def test_run_report(single: Path) -> None:
     """REPORT-3: a single run has all three files; readers take the last line of a step (LOG-3)."""
     assert [record["loss"] for record in read_steps(single / "metrics.jsonl")] == [8.0, 6.0, 4.0, 2.0]

@@ -19,6 +19,7 @@ from src.compose import compose
 from src.config import Config
 from src.errors import UserError
 from src.launchers.jobs import Job, data_failure, make_jobs, prepare_data, swept_places
+from src.launchers.launch import Launch, describe_environment
 from src.launchers.sweep import Sweep, check_one_launcher, sweep_code
 from tests.launchers.conftest import Start
 from tests.launchers.test_launch import in_terminal, is_gone, out, rank_pids, snapshot, status, wait_for
@@ -34,9 +35,9 @@ def test_names(config: Config) -> None:
     jobs = [
         ["max_steps=3", f"seed={seed}", f"mesh={mesh}"] for seed in (0, 1) for mesh in ("ep2pp2", "single")
     ]
-    assert swept_places(jobs) == [1, 2]
-    assert swept_places([["seed=0", "max_steps=3"]]) == [0, 1]
     typed = ["max_steps=3", "seed=0,1", "mesh=ep2pp2,single"]
+    assert swept_places(jobs[0], typed) == [1, 2]
+    assert swept_places(["seed=0", "max_steps=3"], ["seed=0", "max_steps=3"]) == [0, 1]
     made = make_jobs([config] * 4, jobs, typed)
     assert made[0].name == "seed-0-mesh-ep2pp2"
     assert [job.config.sweep.index for job in made] == [0, 1, 2, 3]
@@ -44,7 +45,9 @@ def test_names(config: Config) -> None:
     other = make_jobs([config] * 4, jobs, list(reversed(typed)))
     assert made[0].config.sweep.name == other[0].config.sweep.name
     assert re.fullmatch(r"deepseek_v2-[0-9a-f]{8}", str(made[0].config.sweep.name))
-    long = make_jobs([config] * 2, [[f"data.files=[{'x' * 300}{end}]"] for end in "ab"], ["data.files=..."])
+    long = make_jobs(
+        [config] * 2, [[f"data.files=[{'x' * 300}{end}]"] for end in "ab"], ["data.files=[a],[b]"]
+    )
     assert len({job.name for job in long}) == 2
     assert max(len(job.name) for job in long) <= 96
 
@@ -137,6 +140,64 @@ def test_slots(
     sweep = Sweep([*(sized(ep, "running") for ep in running), new], "worker")
     assert sweep._has_room(new) == fits
     assert sweep._beside(new) == beside
+
+
+@pytest.mark.parametrize(("parallel", "beside"), [("auto", 4), ("2", 2)])
+def test_jobs_side_by_side_share_nothing(
+    config: Config, monkeypatch: pytest.MonkeyPatch, parallel: str, beside: int
+) -> None:
+    """LOCAL-3, ENV-2: disjoint GPUs out of those that are shown, and a seat each; freed ones are used."""
+    shown = ("HIP_VISIBLE_DEVICES", ["7", "3", "GPU-1f", "0", "5"])
+    monkeypatch.setattr("src.launchers.sweep.free_devices", lambda config: shown)
+    jobs = []
+    for _ in range(4):
+        mine = copy.deepcopy(config)
+        mine.mesh.ep, mine.sweep.name, mine.launcher.parallel = 2, "s", parallel
+        mine.launcher.slots = 9
+        jobs.append(Job(mine, [], {}))
+    sweep = Sweep(jobs, "worker")
+    sweep.check_parallel()
+    seats = []
+    for job in jobs[:2]:
+        assert sweep._has_room(job)
+        job.seat, job.state = sweep._seat(job), "running"
+        seats.append((job.seat.number, job.seat.beside, job.seat.variables))
+    assert seats == [
+        (0, beside, {"HIP_VISIBLE_DEVICES": "7,3"}),
+        (1, beside, {"HIP_VISIBLE_DEVICES": "GPU-1f,0"}),
+    ]
+    assert not sweep._has_room(jobs[2])
+    jobs[0].end("done", 0)
+    assert sweep._has_room(jobs[2])
+    assert sweep._seat(jobs[2]).variables == {"HIP_VISIBLE_DEVICES": "7,3"}
+    assert sweep._seat(jobs[2]).number == 0
+    for job in jobs:
+        job.config.launcher.parallel = "3"
+    with pytest.raises(UserError, match=r"3 jobs x 2 ranks = 6 GPUs, 5 are visible(?s:.*)parallel=2") as no:
+        sweep.check_parallel()
+    assert no.value.code == 3
+
+
+def test_caches_of_a_seat(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LOCAL-3, CACHE: a single run and the first seat share caches, the others have their own."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    mine = copy.deepcopy(config)
+    mine.paths.cache = str(tmp_path)
+    launches = [Launch(mine, [], seat=seat) for seat in range(3)]
+    found = {describe_environment(launch).values["TORCHINDUCTOR_CACHE_DIR"] for launch in launches}
+    assert len(found) == 3
+    assert {Path(path).parent.name for path in found} >= {"seat-1", "seat-2"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_pairs_of_jobs_never_meet(start: Start, tmp_path: Path) -> None:
+    """LOCAL-1: 20 pairs of concurrent launches, two ranks each: no port, directory or store in common."""
+    for pair in range(20):
+        names = [f"{pair}-{k}" for k in (0, 1)]
+        both = [start("launching", "mesh=ep2", "max_steps=2", f"run_name='{name}'") for name in names]
+        assert [out(process)[0] for process in both] == [0, 0]
+        assert [status(tmp_path / "runs" / name)["state"] for name in names] == ["done", "done"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from src.kernels.registry import Ops
 from src.models.build import CausalLM
 from src.models.dispatch import LocalDispatcher
 from src.models.protocol import Batch
+from src.trainer.parallel.inputs import in_any_number, plain_batch
 from tests.models import odd
 from tests.models.tools import batch, make
 
@@ -60,6 +62,24 @@ def loads(model: CausalLM[Any], dispatcher: Watching, seed: int) -> Tensor:
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         model(*inputs(seed), dispatcher)
     return torch.stack(dispatcher.loads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", [True, False])
+def test_cmp_3_documents_in_any_number_are_one_graph(marked: bool) -> None:
+    """Attention gets their starts, whose length changes; without the mark that is noticed."""
+    torch.compiler.reset()
+    model, dispatcher = make(odd.MEMBERS["gpt_oss"](), kernels="auto")
+    graphs = Graphs()
+    model.model.layers["0"].compile(fullgraph=True, dynamic=False, backend=graphs)
+    made = []
+    for documents in ([4, 7, 11], [1] * 22, [11, 11]):
+        ids, seen = inputs(0)[0], batch(LENGTH, documents=documents)
+        micro_batch = replace(plain_batch(ids), cu_seqlens=seen.cu_seqlens)
+        seen = replace(seen, cu_seqlens=(in_any_number(micro_batch) if marked else micro_batch).cu_seqlens)
+        model(ids, seen, dispatcher).square().sum().backward()
+        made.append(graphs.made)
+    assert (made[0] == made[-1]) == marked, made
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m tests.slurm.sweeping OVERRIDE…`: a multirun on Slurm whose ranks train nothing."""
+"""`python -m tests.slurm.sweeping OVERRIDE…`: a multirun on Slurm, or Spur, whose ranks train nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.launchers.sweep import run_sweep
 WORKER = "tests.launchers.fake_worker"
 
 if __name__ == "__main__":
-    typed = ["launcher=slurm", *sys.argv[1:]]
+    typed = sys.argv[1:] if "launcher=spur" in sys.argv else ["launcher=slurm", *sys.argv[1:]]
     choices = [
         [f"{key}={v}" for v in values.split(",")] for key, _, values in (t.partition("=") for t in typed)
     ]

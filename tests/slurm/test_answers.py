@@ -16,8 +16,9 @@ import pytest
 from src.compose import compose, dump_config
 from src.config import Config
 from src.errors import UserError
-from src.launchers import batch, follow, scheduler, slurm
+from src.launchers import batch, follow, remote, scheduler
 from src.launchers.node import place_of
+from src.launchers.slurm import Slurm
 from src.records import read_json, write_json
 from src.status import Status
 
@@ -51,13 +52,13 @@ def base() -> Config:
 @pytest.fixture
 def config(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A job whose code is not copied."""
-    monkeypatch.setattr(slurm, "snapshot", lambda store, code: store / ".code" / "x")
+    monkeypatch.setattr(remote, "snapshot", lambda store, code: store / ".code" / "x")
     return replace(base, paths=replace(base.paths, runs=f"{tmp_path}/runs"))
 
 
 def result(config: Config) -> tuple[int, dict[str, Any]]:
     """Code and status of one command."""
-    code = slurm.run_job(config, ["launcher=slurm"])
+    code = remote.run_job(config, ["launcher=slurm"])
     return code, read_json(Path(config.paths.runs) / "one" / "status.json") or {}
 
 
@@ -101,17 +102,17 @@ def test_a_queue_that_does_not_answer(config: Config, fakes: Fakes, monkeypatch:
     fakes(sbatch=SUBMITTED, squeue="exit 1")
     code, status = result(config)
     assert (code, status["state"]) == (5, "queued")
-    assert slurm.run_job(config, []) == 5  # Whether job 7 is still there is unknown: no second one.
+    assert remote.run_job(config, []) == 5  # Whether job 7 is still there is unknown: no second one.
     assert read_json(Path(config.paths.runs) / "one" / "job.json") == {
         **(read_json(Path(config.paths.runs) / "one" / "job.json") or {}),
         "id": "7",
     }
     run = Path(config.paths.runs) / "one"
     ended = Status("done", 1, "", exit_code=0)
-    queue = follow.Queue(["7"])
+    queue = follow.Queue(Slurm(), [run])
     queue._heard -= 0.3
     ended.write(run)
-    verdict = queue.verdict("7", run)
+    verdict = queue.verdict(run)
     assert verdict is not None
     assert (verdict.state, verdict.code) == ("done", 0)
 
@@ -133,26 +134,37 @@ def test_a_requeue_that_fails(
     record = {"node": 0, "time": 1.0, "codes": {"0": 0}, "killed": False, "code": 0}
     (run / "control" / "node.0.json").write_text(json.dumps(record))
     Status("running", 1, "").write(run)
-    assert batch.end(run, 0) == 75
+    assert batch.end(run, 0, killed=False) == 75
     status = read_json(run / "status.json") or {}
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert not (run / "control" / "requeued").exists()
-    assert scheduler.max_array_size() == 1001
-    assert scheduler.batch_code("7") == 1
+    assert Slurm().most_tasks() == 1001
+    assert Slurm().code("7") == 1
 
 
-def test_a_job_whose_command_was_killed_notes_itself(fakes: Fakes, tmp_path: Path) -> None:
-    """RUN-5: killed between sbatch and noting, no second job trains in the same directory."""
+def test_a_job_whose_command_was_killed_notes_itself(config: Config, fakes: Fakes, tmp_path: Path) -> None:
+    """RUN-5: killed between sbatch and noting, no second job trains in the same directory.
+
+    On Spur a job that is over puts another one in its place, which may begin before the first has ended.
+    """
     write_json(tmp_path / "job.json", {"worker": "w", "id": None})
-    assert batch.adopt(tmp_path, "7")
+    assert batch.adopt(tmp_path, config, "7")
     assert (read_json(tmp_path / "job.json") or {})["id"] == "7"
     fakes(squeue="echo '7|RUNNING|None'")
-    assert not batch.adopt(tmp_path, "8")
+    assert not batch.adopt(tmp_path, config, "8")
     fakes(squeue="exit 1")
-    assert not batch.adopt(tmp_path, "8")
+    assert not batch.adopt(tmp_path, config, "8")
     fakes(squeue="echo '7|COMPLETED|None'")
-    assert batch.adopt(tmp_path, "8")
-    assert batch.adopt(tmp_path, None)
+    assert batch.adopt(tmp_path, config, "8")
+    assert batch.adopt(tmp_path, config, None)
+    spur = replace(config, launcher=replace(config.launcher, name="spur"))
+    fakes(squeue="echo '8|RUNNING|None'")
+    assert not batch.adopt(tmp_path, spur, "9")
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / batch.REQUEUED).touch()
+    assert not batch.adopt(tmp_path, config, "9")
+    assert batch.adopt(tmp_path, spur, "9")
+    assert (read_json(tmp_path / "job.json") or {})["id"] == "9"
     assert (
         scheduler.own_id({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"})
         == "8_1"
@@ -190,6 +202,6 @@ def test_is_over_needs_an_answer(fakes: Fakes) -> None:
     """SLURM-6: unknown is not gone."""
     fakes(squeue="echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UserError, match="squeue does not answer"):
-        follow.is_over("7")
+        follow.is_over(Slurm(), "7")
     fakes(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert follow.is_over("7")
+    assert follow.is_over(Slurm(), "7")

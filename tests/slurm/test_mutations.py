@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from src.code_identity import CHECKOUT
+from tests.launchers import mutate
 
 MUTATIONS = [
     ("hostlist.py", ".zfill(len(low))", "", "test_host_lists"),
     ("hostlist.py", "int(high) < int(low)", "False", "test_wrong_host_lists"),
     ("spread.py", "if per_node == 0 or world % per_node or", "if", "test_contradictions_show_the_arithmetic"),
     ("flags.py", "math.ceil(", "int(", "test_flags_and_origins"),
-    ("flags.py", "if name in OURS and", "if False and", "test_extra_flags_that_contradict"),
+    ("flags.py", "if name in ours and", "if False and", "test_extra_flags_that_contradict"),
     ("flags.py", "name not in BARE and ", "", "test_words_that_are_no_flags"),
     ("flags.py", "before is None or not before.is_typed or", "True or", "test_the_last_layer_of_a_flag"),
-    ("submit.py", 'trap "" TERM USR1 USR2; ', "", "test_script_and_submission"),
+    ("ranks.py", 'trap "" TERM USR1 USR2; exec "$0"', 'exec "$0"', "test_script_and_submission"),
     ("scheduler.py", '"HELD" if HELD.search(row[2]) else row[1]', "row[1]", "test_squeue_lines"),
     ("scheduler.py", "if seen is not None and seen.is_alive:", "if False:", "test_states"),
     ("scheduler.py", "if seen is not None and seen.state in STAND:", "if False:", "test_states"),
@@ -32,8 +28,8 @@ MUTATIONS = [
     ("batch.py", "len(codes) < world", "False", "test_batch_side_settles"),
     ("batch.py", "newest_checkpoint(run) > before and", "", "test_requeue_needs"),
     ("batch.py", "and count < config.launcher.max_requeues", "", "test_requeue_needs"),
-    ("slurm.py", "if other is not None:", "if False:", "test_a_job_that_another_command"),
-    ("slurm_sweep.py", "for k in range(0, len(group), size)", "for k in [0]", "test_groups_of_a_sweep"),
+    ("remote.py", "if other is not None:", "if False:", "test_a_job_that_another_command"),
+    ("remote_sweep.py", "for k in range(0, len(group), size)", "for k in [0]", "test_groups_of_a_sweep"),
     ("snapshot.py", "names | set(code.files)", "names", "test_snapshot"),
     ("places.py", 'preset.partition(".")[0] != first.partition(".")[0]', "False", "test_partial_places"),
     ("places.py", "if missing:", "if False:", "test_partial_places"),
@@ -46,22 +42,4 @@ MUTATIONS = [
 @pytest.mark.parametrize("name", sorted({mutation[0] for mutation in MUTATIONS}))
 def test_mutations_are_noticed(name: str, tmp_path: Path) -> None:
     """Each mutation of one file makes its test fail."""
-    for part in ("src", "conf", "hydra_plugins", "tests/slurm", "tests/launchers"):
-        shutil.copytree(CHECKOUT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("train.py", "tests/__init__.py", "pyproject.toml"):
-        shutil.copy(CHECKOUT / file, tmp_path / file)
-    path = tmp_path / "src" / "launchers" / name
-    original = path.read_text()
-    for _, old, new, test in (mutation for mutation in MUTATIONS if mutation[0] == name):
-        assert old in original, old
-        path.write_text(original.replace(old, new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/slurm/test_pure.py", "-k", test]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [*command, "-p", "no:cacheprovider"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1, f"{old} -> {new}: {done.stdout[-2000:]}"
+    mutate.check(name, MUTATIONS, "tests/slurm/test_pure.py", tmp_path)

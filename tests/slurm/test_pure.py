@@ -18,15 +18,15 @@ from src.code_identity import CHECKOUT, code_record
 from src.compose import compose
 from src.config import Config
 from src.errors import UserError
-from src.launchers import batch, flags, places, scheduler, slurm
+from src.launchers import batch, flags, places, remote, scheduler
 from src.launchers import node as agent
 from src.launchers.hostlist import expand
 from src.launchers.launch import Launch
 from src.launchers.outcome import codes_of_nodes, first_failure
 from src.launchers.plan import make_plan
+from src.launchers.remote_sweep import groups
 from src.launchers.scheduler import Seen, merge, read_squeue
-from src.launchers.slurm import script_of
-from src.launchers.slurm_sweep import groups
+from src.launchers.slurm import Slurm
 from src.launchers.snapshot import snapshot
 from src.launchers.spread import Spread, spread
 from src.status import Status
@@ -265,7 +265,7 @@ def test_script_and_submission_are_one_text(tmp_path: Path) -> None:
     """PLAN-1, PLAN-4: absolute paths, no argument but a table of runs, code first, bash accepts it."""
     config = made(f"paths.runs={tmp_path}/runs", "mesh=ep2", "launcher.nodes=2", "launcher.time=1h")
     plan = make_plan(config, [])
-    text = script_of(config, [plan])
+    text = Slurm().script(config, [plan])
     assert list(tmp_path.iterdir()) == []
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert f"runs=({plan.run_directory})" in text
@@ -297,11 +297,11 @@ def test_odd_directories_reach_the_script_unchanged(tmp_path: Path) -> None:
 def test_plan_and_script_ignore_a_stray_spur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PLAN-7: byte-equal with and without a `spur` on PATH."""
     config = made(f"paths.runs={tmp_path}/runs")
-    before = script_of(config, [make_plan(config, [])])
+    before = Slurm().script(config, [make_plan(config, [])])
     (tmp_path / "spur").write_text("#!/bin/sh\n")
     (tmp_path / "spur").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert script_of(config, [make_plan(config, [])]) == before
+    assert Slurm().script(config, [make_plan(config, [])]) == before
 
 
 def test_dry_run_needs_no_slurm(tmp_path: Path) -> None:
@@ -321,12 +321,12 @@ def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> 
     """EXIT, DIRECT-5: no sbatch is exit 3; inside of a job exit 2."""
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no sbatch") as refused:
-        scheduler.need_slurm()
+        Slurm().need()
     assert refused.value.code == 3
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/sbatch")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(UserError, match="inside of job 7"):
-        scheduler.need_slurm()
+        Slurm().need()
 
 
 def test_a_job_that_another_command_submitted_meanwhile_is_followed(
@@ -338,9 +338,9 @@ def test_a_job_that_another_command_submitted_meanwhile_is_followed(
     found.path.mkdir()
     (found.path / "job.json").write_text('{"id": "12"}')
     Status("queued", 1, "").write(found.path)
-    monkeypatch.setattr(scheduler, "look", lambda ids: {"12": Seen("PENDING", "None")})
+    monkeypatch.setattr(Slurm, "look", lambda self, ids: {"12": Seen("PENDING", "None")})
     launch = Launch(config, [])
-    assert slurm.submit_one(launch, found, make_plan(config, []), code_record()) == "12"
+    assert remote.submit_one(launch, Slurm(), found, make_plan(config, []), code_record()) == "12"
     assert not (found.path / "run.lock").exists()
 
 

@@ -180,11 +180,12 @@ def test_perf_4_bytes_of_a_parameter(tmp_path: Path, precision: str, first_momen
     found = [storages([t[n] for t in part for n in names if n in t]) for part in (held, [gradients])]
     found += [storages([moment[n] for n in names]) for moment in (first, second)]
     assert [size / count for size in found] == list(BYTES[precision, first_moment])
-    plan = rank_memory(config, 0, "cpu")
-    cast = BYTES[precision, first_moment][0] - plan.weights / plan.parameters
-    assert plan.unsharded == cast * plan.parameters
-    assert plan.gradients == 2 * plan.parameters
-    assert plan.optimizer == sum(BYTES[precision, first_moment][2:]) * plan.parameters
+    plan, wide = rank_memory(config, 0, "cpu"), [n for n in backend.specs if backend.specs[n].wide]
+    whole = [storages([t[n] for t in part for n in wide if n in t]) for part in (held, [first, second])]
+    whole.append(storages([backend.parameters[n].grad for n in wide]))
+    assert plan.weights == found[0] + whole[0]
+    assert plan.optimizer == found[2] + found[3] + whole[1]
+    assert plan.gradients == found[1] + whole[2]
 
 
 def storages(tensors: list[Tensor | None]) -> int:

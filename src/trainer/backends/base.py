@@ -14,6 +14,7 @@ from src.kernels.registry import Ops
 from src.models.build import ParamSpec
 from src.trainer.data.batch import MicroBatch, StepBatch
 from src.trainer.parallel.shards import LocalEntry
+from src.trainer.ranges import Ranges
 from src.trainer.runtime import Runtime
 
 
@@ -116,6 +117,10 @@ class Backend(Protocol):
 
     def ops_record(self) -> dict[str, Any]:
         """What `kernels.json` says; equal on all ranks."""
+        ...
+
+    def annotate(self, ranges: Ranges | None) -> None:
+        """Name layers and stages in a trace from now on, or no more, where the backend sees them."""
         ...
 
     def local_entries(self, tensors: Mapping[str, Tensor] | None = None) -> Mapping[str, LocalEntry]:

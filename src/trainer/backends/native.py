@@ -31,7 +31,7 @@ from src.trainer.parallel.context import Ring
 from src.trainer.parallel.data import is_sharded, reshard, unshard
 from src.trainer.parallel.force import Force
 from src.trainer.parallel.init import initialise
-from src.trainer.parallel.inputs import model_batch, own_part, padded, plain_batch, to_device
+from src.trainer.parallel.inputs import in_any_number, model_batch, own_part, padded, plain_batch, to_device
 from src.trainer.parallel.masters import Masters
 from src.trainer.parallel.pipeline.adapter import fold_gradients, reduce_gradients
 from src.trainer.parallel.pipeline.deferral import Deferral
@@ -39,7 +39,9 @@ from src.trainer.parallel.pipeline.executor import make_executor
 from src.trainer.parallel.pipeline.program import Plain, Program, Work
 from src.trainer.parallel.pipeline.staged import Staged
 from src.trainer.parallel.precision import Precision, precision_of
+from src.trainer.parallel.quantised import QuantisedWeights, check_fp8
 from src.trainer.parallel.shards import LocalEntry, local, local_entries
+from src.trainer.ranges import Ranges
 from src.trainer.runtime import Runtime
 
 FORMS = 32
@@ -68,6 +70,8 @@ class NativeBackend:
         self._precision = precision
         self._sharded = is_sharded(runtime)
         self._masters = None if self._sharded else Masters(model, precision, ops.accumulate)
+        has_fp8 = config.precision.fp8 != "none"
+        self._fp8 = QuantisedWeights(model, config.precision, ops.quantise_weight) if has_fp8 else None
         self.specs: dict[str, ParamSpec] = self._specs()
         """Module name → how the parameter starts and is treated."""
         held = self._masters.parameters if self._masters else dict(model.named_parameters())
@@ -96,6 +100,7 @@ class NativeBackend:
         )
         self._executor = make_executor(model, config, self._micro_batches, runtime, precision.compute)
         self._counts: Tensor | None = None
+        self._ranges: Ranges | None = None
         self._sees_routing = True
         self.compiled: str = self._settle_compile()
         """`none`, `layers` or `model`: what is one graph."""
@@ -130,8 +135,13 @@ class NativeBackend:
             wanted["attention"] = wanted["attention"].plus("context_parallel")
         if is_dense(config):
             wanted = {name: need.without("packed") for name, need in wanted.items()}
+        if config.precision.fp8 == "dense_experts":
+            wanted["local_experts"] = wanted["local_experts"].plus("fp8_experts")
+            wanted["grouped_mm_fp8"] = wanted["grouped_mm"]
         compute = precision_of(config, device).compute
-        return resolve(config.kernels, device, compute, config.determinism, wanted)
+        ops = resolve(config.kernels, device, compute, config.determinism, wanted)
+        check_fp8(config, ops, compute)
+        return ops
 
     def forward_backward(self, batch: StepBatch, n_tokens: Tensor) -> Sums:
         """All micro-batches of a step; leaves the reduced gradients in `.grad` of `parameters`.
@@ -152,6 +162,8 @@ class NativeBackend:
             each()
 
         self._executor.run(self._program(work), after, last)
+        if self._fp8 is not None:
+            self._fp8.touch()  # The update comes next.
         self._counts = tally.counts_ME
         return Sums(
             work.loss, tally.aux.squeeze(), tally.z.squeeze(), tally.counts_ME if self._sees_routing else None
@@ -161,9 +173,13 @@ class NativeBackend:
         """How the layers of this rank's stages are run."""
         parts = (self._model, tuple(self._stages), self._dispatcher, work)
         if not self._staged:
-            return Plain(*parts)
+            return Plain(*parts, self._ranges)
         recompute, poison = self._config.recompute.name, self._config.debug.poison
-        return Staged(*parts, self._deferral, recompute, self._gather, poison)
+        return Staged(*parts, self._deferral, recompute, self._gather, poison, self._ranges)
+
+    def annotate(self, ranges: Ranges | None) -> None:
+        """Name layers and stages in a trace from now on, or no more."""
+        self._ranges = ranges
 
     def norm_and_loss(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Global L2 norm of all gradients, each element once, and the global loss (ENG-5, ENG-6).
@@ -246,6 +262,8 @@ class NativeBackend:
         held = self.parameters if tensors is None else tensors
         if tensors is None and self._masters is not None:
             self._masters.touch()  # Who asks may write to them, as a load does.
+        if tensors is None and self._fp8 is not None:
+            self._fp8.touch()
         lows = self.remainders if tensors is None else {}
         return local_entries(self._canonical(), self.parameters, held, self._model.holding.experts, lows)
 
@@ -283,7 +301,8 @@ class NativeBackend:
 
     def _place(self, micro_batch: MicroBatch) -> MicroBatch:
         """What this rank has of a micro-batch of its data coordinate, on the device."""
-        return own_part(to_device(micro_batch, self._runtime.device), self._ring)
+        placed = own_part(to_device(micro_batch, self._runtime.device), self._ring)
+        return placed if self.compiled == "none" else in_any_number(placed)
 
     def _hidden(self, moved: MicroBatch, received: Tensor | None, stage: Stage) -> Tensor:
         """Without gradients and not compiled: other shapes and modes would be compiled once more."""
@@ -338,6 +357,8 @@ class NativeBackend:
     def _refresh(self) -> None:
         if self._masters is not None:
             self._masters.refresh()
+        if self._fp8 is not None:
+            self._fp8.refresh(self._gather)
 
     def _collect(self) -> None:
         if self._masters is not None:

@@ -15,6 +15,7 @@ import torch
 from src.config import Config
 from src.errors import Problem, UserError
 from src.trainer.callbacks.base import Callback
+from src.trainer.ranges import Ranges
 from src.trainer.state import Run
 
 END = "manyhead: end of the window"
@@ -66,6 +67,7 @@ class Profiling(Callback):
         )
         _finish_kernels(run)
         self._tracer.start()
+        run.backend.annotate(Ranges(run.runtime.device))
         if self._options.memory:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
@@ -74,6 +76,7 @@ class Profiling(Callback):
         if run.step == self._first - 1:
             _finish_kernels(run)
         if run.step == self._last:
+            run.backend.annotate(None)
             with torch.profiler.record_function(END):
                 _finish_kernels(run)
             tracer.add_metadata_json("manyhead", json.dumps(facts(run)))

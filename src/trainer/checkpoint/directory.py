@@ -202,8 +202,14 @@ def size_in_bytes(text: str) -> int:
     Raises:
         UserError: it is not such a size.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = parse_size(text)
+    if size is None:
         message = f"{text!r} is no size; a number and B, KiB, MiB, GiB or TiB"
         raise UserError([Problem("checkpoint.verify", message, "type checkpoint.verify=64GiB", "CFG-6")])
-    return int(match[1]) * _UNITS[match[2]]
+    return size
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size as `size_in_bytes` takes it; None if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(match[1]) * _UNITS[match[2]]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from src.models.build import CausalLM, ParamSpec
+from src.trainer.parallel import layout
 from src.trainer.parallel.precision import Precision
 from src.trainer.runtime import Runtime
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def is_sharded(runtime: Runtime) -> bool:
     """Whether parameters are shared out or replicated; otherwise a stage keeps plain modules."""
-    return runtime.size("rep", "dp", "cp", "ep") > 1
+    return layout.is_sharded(runtime.mesh)
 
 
 def shard(

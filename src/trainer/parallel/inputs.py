@@ -26,6 +26,13 @@ def model_batch(micro_batch: MicroBatch, balances: Balances | None, context: Con
     )
 
 
+def in_any_number(micro_batch: MicroBatch) -> MicroBatch:
+    """The same, its documents marked as a number that a compiler must not count on (CMP-3)."""
+    if micro_batch.cu_seqlens is not None:
+        torch._dynamo.mark_dynamic(micro_batch.cu_seqlens, 0)
+    return micro_batch
+
+
 def plain_batch(ids_BS: Tensor) -> MicroBatch:
     """Samples that are one full document each, without labels."""
     positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)

@@ -50,6 +50,11 @@ def spec(mesh: MeshConfig) -> str:
     return "".join(f"{axis}{size}" for axis, size in sizes(mesh).items() if size > 1) or "single"
 
 
+def is_sharded(mesh: MeshConfig) -> bool:
+    """Whether parameters are shared out or replicated; otherwise a stage keeps plain modules."""
+    return mesh.rep * mesh.dp * mesh.cp * mesh.ep > 1
+
+
 def micro_batches(config: Config) -> int:
     """N, the micro-batches of a data rank in one step: G / (b · rep · dp · ep)."""
     return config.global_batch_size // (config.micro_batch_size * config.mesh.data_ranks)

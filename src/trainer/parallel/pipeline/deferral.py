@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,9 @@ class Deferral:
 
     def ops(self, ops: Ops) -> Ops:
         """The operations whose weight gradients this may take over."""
-        linear, grouped_mm = partial(ops.linear, later=self), partial(ops.grouped_mm, later=self)
-        return replace(ops, linear=linear, grouped_mm=grouped_mm)
+        asked = ("linear", "linear_fp8", "grouped_mm", "grouped_mm_fp8")
+        ours: dict[str, Any] = {name: partial(getattr(ops, name), later=self) for name in asked}
+        return replace(ops, **ours)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from src.models.protocol import Context, Dispatcher
 from src.trainer.data.batch import MicroBatch
 from src.trainer.parallel.balance import Balancer
 from src.trainer.parallel.inputs import model_batch
+from src.trainer.ranges import Ranges
 
 
 class Program(Protocol):
@@ -65,9 +66,15 @@ class Plain:
     """A stage's layers back to back under plain autograd: one engine call per micro-batch and stage."""
 
     def __init__(
-        self, model: CausalLM[Any], stages: Sequence[int], dispatcher: Dispatcher, work: Work
+        self,
+        model: CausalLM[Any],
+        stages: Sequence[int],
+        dispatcher: Dispatcher,
+        work: Work,
+        ranges: Ranges | None = None,
     ) -> None:
-        """`stages` are the global numbers of `model.holding.stages`."""
+        """`stages` are the global numbers of `model.holding.stages`; `ranges` name its layers in a trace."""
+        self._ranges = ranges
         self._model, self._dispatcher, self._work = model, dispatcher, work
         self._stages: dict[int, Stage] = dict(zip(stages, model.holding.stages, strict=True))
         self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -78,9 +85,12 @@ class Plain:
         leaf = None if received is None else received.detach().requires_grad_()
         balances = self._work.balancer.bind(batch, self._work.n_tokens)
         into = batch.ids_BS if leaf is None else leaf
+        if self._ranges is not None:
+            self._model.around = self._ranges.around(part.layers.start)
         out: Tensor = self._model(
             into, model_batch(batch, balances, self._work.context), self._dispatcher, part
         )
+        self._model.around = None
         if part.last:
             out = self._model.loss(out, batch.labels_BS, self._work.scale)
             self._work.loss = self._work.loss + out.detach()

@@ -20,6 +20,7 @@ from src.trainer.parallel.inputs import model_batch
 from src.trainer.parallel.pipeline.deferral import Deferral, Waiting, settle
 from src.trainer.parallel.pipeline.program import Work
 from src.trainer.parallel.pipeline.tape import Compute, Tape, Value
+from src.trainer.ranges import Ranges, within
 
 Operations = Generator[str, None, Tensor]
 """The names of operations just done; returns what the stage sends on."""
@@ -38,12 +39,14 @@ class Staged:
         recompute: str,
         gather: Callable[[], None],
         poison: bool,
+        ranges: Ranges | None = None,
     ) -> None:
-        """`gather` brings sharded parameters together; calling it again costs nothing."""
+        """`gather` brings sharded parameters together; calling it again costs nothing. `ranges` name what is
+        done in a trace, as `3.attend.forward`."""
         self._model, self._dispatcher, self._work = model, dispatcher, work
         self._stages: dict[int, Stage] = dict(zip(stages, model.holding.stages, strict=True))
         self._deferral, self._recompute = deferral, recompute
-        self._gather, self._poison = gather, poison
+        self._gather, self._poison, self._ranges = gather, poison, ranges
         self._flights: dict[tuple[int, int], Flight] = {}
 
     def forward(self, stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
@@ -62,39 +65,40 @@ class Staged:
         part, batch = self._stages[stage], self._work.batches[micro_batch]
         balances = self._work.balancer.bind(batch, self._work.n_tokens)
         seen = model_batch(batch, balances, self._work.context)
-        flight = self._flights[stage, micro_batch] = Flight(Tape(self._poison), received)
+        flight = self._flights[stage, micro_batch] = Flight(Tape(self._poison, self._ranges), received)
         values, tail = flight.inputs, self._enter(batch.ids_BS)
         if self._recompute == "full":
-            values, tail = flight.tape.call(tail, values), _same
+            values, tail = flight.tape.call(tail, values, name=f"stage{stage}.enter"), _same
         for index in part.layers:
             layer: Any = self._model.model.layers[str(index)]
             visit = Visit(layer, seen.at(index) if layer.is_moe else seen, self._dispatcher)
             if self._recompute == "full":
-                values = flight.tape.call(visit.whole, values, recompute=True)
+                values = flight.tape.call(visit.whole, values, recompute=True, name=f"{index}.layer")
                 yield "layer"
             else:
-                values = yield from self._layer(flight.tape, visit, tail, values)
+                values = yield from self._layer(flight.tape, index, visit, tail, values)
                 tail = visit.aggregate
-        (flight.out,) = flight.tape.call(self._leave(tail, seen, batch.labels_BS, part), values)
+        leave = self._leave(tail, seen, batch.labels_BS, part)
+        (flight.out,) = flight.tape.call(leave, values, name=f"stage{stage}.leave")
         flight.tape.keep(flight.out)
         if part.last:
             self._work.loss = self._work.loss + flight.out.tensor
         return flight.out.tensor
 
     def _layer(
-        self, tape: Tape, visit: Visit, tail: Compute, values: Sequence[Value]
+        self, tape: Tape, index: int, visit: Visit, tail: Compute, values: Sequence[Value]
     ) -> Generator[str, None, Sequence[Value]]:
         again = self._recompute == "stage"
-        tokens, *rest = tape.call(_joined(tail, visit.attend), values, again)
+        tokens, *rest = tape.call(_joined(tail, visit.attend), values, again, f"{index}.attend")
         yield "attend"
         rows: Sequence[Value] = (tokens,)
         if visit.layer.is_moe:
-            rows = tape.call(visit.dispatch, rows)
+            rows = tape.call(visit.dispatch, rows, name=f"{index}.dispatch")
             yield "dispatch"
-        rows = tape.call(visit.experts, rows, again)
+        rows = tape.call(visit.experts, rows, again, f"{index}.experts")
         yield "experts"
         if visit.returns:
-            rows = tape.call(visit.combine, rows)
+            rows = tape.call(visit.combine, rows, name=f"{index}.combine")
             yield "combine"
         return [*rows, *rest]
 
@@ -132,7 +136,8 @@ class Staged:
 
     def weights(self, stage: int, micro_batch: int) -> None:
         """See `program.Program`."""
-        settle(self._flights[stage, micro_batch].waiting)
+        with within(self._ranges, f"stage{stage}.weights.backward"):
+            settle(self._flights[stage, micro_batch].waiting)
         self._release(stage, micro_batch)
 
     def _release(self, stage: int, micro_batch: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from src.trainer.ranges import Ranges, within
+
 Compute = Callable[..., tuple[Tensor, ...]]
 """(tensors…, again=whether it is the second forward of a recomputation) → tensors."""
 
@@ -84,15 +86,20 @@ class Record:
 class Tape:
     """The operations of one stage on one micro-batch, in order."""
 
-    def __init__(self, poison: bool) -> None:
-        """With `poison`, what nobody may read any more is filled with NaN (ENG-12)."""
-        self._records: list[Record] = []
+    def __init__(self, poison: bool, ranges: Ranges | None = None) -> None:
+        """With `poison`, what nobody may read any more is filled with NaN (ENG-12); `ranges` name operations
+        in a trace."""
+        self._records: list[tuple[str, Record]] = []
+        self._ranges = ranges
         self._poison, self._dead = poison, list[Tensor]()
 
-    def call(self, compute: Compute, inputs: Sequence[Value], recompute: bool = False) -> tuple[Value, ...]:
-        """Run an operation forward; `recompute` keeps its inputs only."""
-        record = Record(compute, inputs, recompute)
-        self._records.append(record)
+    def call(
+        self, compute: Compute, inputs: Sequence[Value], recompute: bool = False, name: str = "-"
+    ) -> tuple[Value, ...]:
+        """Run an operation forward; `recompute` keeps its inputs only, `name` is for a trace."""
+        with within(self._ranges, f"{name}.forward"):
+            record = Record(compute, inputs, recompute)
+        self._records.append((name, record))
         if self._poison:
             self._dead += [value.tensor for value in record.outputs]
         return record.outputs
@@ -104,7 +111,9 @@ class Tape:
     def backward(self) -> None:
         """All operations in reverse; the gradient of the last output must have been given."""
         while self._records:
-            self._records.pop().backward()
+            name, record = self._records.pop()
+            with within(self._ranges, f"{name}.backward"):
+                record.backward()
 
     def release(self) -> None:
         """Nothing of this tape is read from here on, by weight gradients neither."""

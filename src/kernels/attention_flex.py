@@ -1,0 +1,137 @@
+"""Attention by torch's `flex_attention`: a mask of documents and window, sinks by its log-sum-exp (OP-2).
+
+Which blocks of the mask are empty, whole or partial follows from the first and last document of each block,
+as documents never fall along a sample; so no mask of S×S is made, and layers need not share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from src.kernels.attention_rule import join_sinks, up_to_256
+from src.kernels.declaration import AMPERE_ON, Implementation
+
+BLOCK = 128
+"""Queries and keys of a block of the mask."""
+FORMS = 32
+"""Packed or not, windows, with gradients or not, of one length or any: so often it may be compiled."""
+
+
+def flex(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """`attention` in kernels that a compiler fuses: the model's, where that compiles, else one of its own.
+
+    Its own compiles even where the model is run without (as in evaluation): uncompiled, it would write all
+    scores down.
+    """
+    if torch.compiler.is_compiling():
+        return _flex(*arguments, **options)
+    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(recompile_limit=FORMS):
+        return _compiled()(*arguments, **options)
+
+
+def _flex(
+    q_BSHC: Tensor,
+    k_BSGC: Tensor,
+    v_BSGU: Tensor,
+    scale: float,
+    documents_BS: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp is differentiable here, so that sinks are plain arithmetic on the output."""
+    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
+    mask = block_mask(q_BSHC, documents_BS, window)
+    o_BHSU, aux = flex_attention(
+        q_BHSC, k_BGSC, v_BGSU, block_mask=mask, scale=scale, enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # Short samples would get that for decoding.
+    )  # fmt: skip
+    assert aux.lse is not None
+    o_BSHU, lse_BHS = o_BHSU.transpose(1, 2), aux.lse
+    if sinks_H is not None:
+        o_BSHU, lse_BHS = join_sinks(o_BSHU, lse_BHS, sinks_H)
+    return o_BSHU, lse_BHS.detach()
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_flex, fullgraph=True)
+
+
+def block_mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> BlockMask:
+    """Of each block of queries the blocks of keys that some query sees, apart those that all see whole."""
+    length = q_BSHC.shape[1]
+    some_BIJ, all_BIJ = _blocks(q_BSHC, documents_BS, window)
+    partly, whole = (_in_order(x_BIJ[:, None]) for x_BIJ in (some_BIJ & ~all_BIJ, all_BIJ))
+    return BlockMask.from_kv_blocks(
+        *partly, *whole, BLOCK_SIZE=BLOCK, mask_mod=_mask(documents_BS, window), seq_lengths=(length, length)
+    )
+
+
+def _mask(documents_BS: Tensor | None, window: int | None) -> Callable[..., Tensor]:
+    """Whether query i of a sample sees key j."""
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = j <= i
+        if window is not None:
+            seen = seen & (i - j < window)
+        if documents_BS is not None:
+            seen = seen & (documents_BS[b, i] == documents_BS[b, j])
+        return seen
+
+    return sees
+
+
+def _blocks(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
+    """Bool [B or 1,I,J]: some query of block i sees a key of block j; all of them see all of its keys."""
+    length = q_BSHC.shape[1]
+    first_I = torch.arange(0, length, BLOCK, device=q_BSHC.device)
+    last_I = (first_I + BLOCK - 1).clamp(max=length - 1)
+    low, high = first_I[:, None] - last_I, last_I[:, None] - first_I  # Of query minus key.
+    some, every = high >= 0, low >= 0
+    if window is not None:
+        some, every = some & (low < window), every & (high < window)
+    some_BIJ, every_BIJ = some[None], every[None]
+    if documents_BS is not None:
+        first_BI, last_BI = documents_BS[:, first_I], documents_BS[:, last_I]
+        # Keys come first, so a document of both ends the keys' block and begins the queries'.
+        some_BIJ = some_BIJ & (last_BI[:, None] >= first_BI[:, :, None])
+        every_BIJ = every_BIJ & (first_BI[:, None] == last_BI[:, :, None])
+    whole_I = last_I - first_I == BLOCK - 1  # A last block that is not is masked place by place.
+    return some_BIJ, every_BIJ & whole_I & whole_I[:, None]
+
+
+def _in_order(wanted_BHIJ: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and their indices before those of the others."""
+    counts_BHI = wanted_BHIJ.sum(-1, dtype=torch.int32)
+    order_BHIJ = wanted_BHIJ.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return counts_BHI, order_BHIJ.to(torch.int32)
+
+
+def _widths(widths: Mapping[str, int], dtype: torch.dtype) -> str | None:
+    bad = [f"{name} {widths[name]}" for name in ("key", "value") if widths.get(name, 16) < 16]
+    return f"takes heads of 16 and more, not {', '.join(bad)}" if bad else up_to_256(widths, dtype)
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        "attention",
+        "flex_attention",
+        flex,
+        source="library",
+        deterministic=(True, False),
+        saves="q, k, v, o, lse, mask of blocks",
+        devices=frozenset({"cuda"}),
+        archs=AMPERE_ON,
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        features=frozenset({"packed", "unequal_widths", "gqa", "window", "sinks"}),
+        shapes=_widths,
+    ),
+)
