@@ -65,7 +65,8 @@ def run(name: str, about: str, cases: Cases, argv: Sequence[str] | None) -> int:
         if arguments.implementations:
             subjects = list(narrowed(subjects, arguments.implementations.split(",")))
         directions = [arguments.direction] if arguments.direction else DIRECTIONS
-        return Session(where, arguments.steps, arguments.out).measure(subjects, directions)
+        with torch._dynamo.config.patch(recompile_limit=FORMS, fail_on_recompile_limit_hit=True):
+            return Session(where, arguments.steps, arguments.out).measure(subjects, directions)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
@@ -133,8 +134,6 @@ class Session:
         self._where, self._steps, self._out = where, steps, out
         self._lines: list[dict[str, Any]] = []
         self._failed: list[str] = []
-        torch._dynamo.config.recompile_limit = FORMS
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
         ceilings = measure_ceilings(where.device)
         collect(where.device)
         rates = f"{ceilings.gemm_tflops:.1f} TFLOP/s of a product, {ceilings.copy_gbs:.0f} GB/s of a copy"

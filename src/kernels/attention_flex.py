@@ -83,7 +83,8 @@ def _mask(documents_BS: Tensor | None, window: int | None) -> Callable[..., Tens
         if window is not None:
             seen = seen & (i - j < window)
         if documents_BS is not None:
-            seen = seen & (documents_BS[b, i] == documents_BS[b, j])
+            last = documents_BS.shape[1] - 1  # The last block may reach beyond the sample.
+            seen = seen & (documents_BS[b, i.clamp(max=last)] == documents_BS[b, j.clamp(max=last)])
         return seen
 
     return sees

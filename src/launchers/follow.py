@@ -180,7 +180,8 @@ class Follower:
         seen = self._queue.state(self._run)
         if seen is None:
             return
-        words = f"{seen.state.lower()}" + (f" ({seen.reason})" if seen.reason not in ("None", "") else "")
+        reason = "" if seen.reason in ("None", "") else f" ({seen.reason})"
+        words = f"job        {self._number} {seen.state.lower()}{reason}"
         if words != self._said:
             self._said = words
-            self._launch.console.line(f"job        {self._number} {words}")
+            self._launch.console.line(words)

@@ -111,7 +111,8 @@ def leave_with_host() -> None:
 
 
 def settle_node(run: Path, place: Place, signals: Signals, inside: Inside | None = None) -> int:
-    """Run the ranks and write the node's record; returns the node's exit code."""
+    """Run the ranks and write the node's record, but not into another attempt; returns the node's code."""
+    attempt = attempts(run)
     record: dict[str, Any] = {"node": place.node, "host": socket.gethostname(), "codes": {}, "killed": False}
     try:
         ended = run_ranks(run, load_config(run / "config.yaml"), place, signals, inside)
@@ -122,7 +123,8 @@ def settle_node(run: Path, place: Place, signals: Signals, inside: Inside | None
         code, reason = error.code if isinstance(error, UserError) else 6, (type(error).__name__, str(error))
         print(f"node {place.node}: {reason[0]}: {reason[1]}", file=sys.stderr, flush=True)
     record |= {"code": code, "type": reason and reason[0], "message": reason and reason[1]}
-    write_json(run / "control" / f"node.{place.node}.json", {"time": time.time(), **record})
+    if attempts(run) == attempt:
+        write_json(run / "control" / f"node.{place.node}.json", {"time": time.time(), **record})
     return code
 
 

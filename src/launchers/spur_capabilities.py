@@ -32,8 +32,6 @@ class Capabilities:
     sbatch: dict[str, bool]
     """Long flag → whether it takes a value."""
     srun: dict[str, bool]
-    requeues: bool = False
-    """Whether `scontrol requeue` queues a job again; up to 0.8.0 it cancels it and does no more."""
 
     def __str__(self) -> str:
         return f"Spur {self.version}, {self.source}"
@@ -67,7 +65,7 @@ def read_help(text: str) -> dict[str, bool]:
 
 
 def read_capabilities(version: str, help_of: Mapping[str, str], source: str) -> Capabilities:
-    """Capabilities from what `sbatch --version` and the three `--help` say.
+    """Capabilities from what `sbatch --version` and both `--help` say.
 
     A help text that lists nothing, of a version to come, stands for the flags that all known versions have.
     """
@@ -79,7 +77,7 @@ def read_capabilities(version: str, help_of: Mapping[str, str], source: str) -> 
         flags = {"sbatch": common.sbatch, "srun": common.srun}
         source += "; its help lists no flags, those of every version are taken"
     number = found.group().removeprefix("spur ")
-    return Capabilities(number, source, flags["sbatch"], flags["srun"], "requeuehold" in help_of["scontrol"])
+    return Capabilities(number, source, flags["sbatch"], flags["srun"])
 
 
 def stamp() -> dict[str, str] | None:
@@ -123,7 +121,7 @@ def probe() -> Capabilities:
         first = version.strip().partition("\n")[0] or "nothing"
         fix = "type launcher=slurm, or put Spur's commands first on PATH"
         raise UserError(f"launcher=spur: {mark['path']} says {first!r}, not spur; {fix}", code=3)
-    help_of = {name: said(name, "--help") for name in ("sbatch", "srun", "scontrol")}
+    help_of = {name: said(name, "--help") for name in ("sbatch", "srun")}
     found = read_capabilities(version, help_of, f"asked of {mark['path']}")
     keep(mark, found)
     return found

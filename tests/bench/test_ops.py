@@ -28,7 +28,7 @@ from src.bench import op, op_shapes, ops_attention, ops_elementwise, ops_moe, re
 from src.bench.clock import Ceilings
 from src.bench.op import FORWARD, TRAINING, Cost, Side, Subject, measure
 from src.bench.op_record import FIELDS, SCHEMA, Setting, line_of, newest, table
-from src.bench.op_script import Session
+from src.bench.op_script import FORMS, Session
 from src.bench.place import Place
 from src.bench.stopwatch import Inputs, Rotation, Stopwatch
 from tests.docs.commands import ROOT
@@ -254,7 +254,6 @@ def test_cmp_2_what_training_compiles_is_one_graph(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager")
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 256)
     where = Compiled(CPU.device, CPU.dtype, CPU.draws)
     subjects = [
         *ops_moe.subjects("tiny", op_shapes.SHAPES["tiny"], where)[1:],
@@ -263,12 +262,12 @@ def test_cmp_2_what_training_compiles_is_one_graph(monkeypatch: pytest.MonkeyPat
     ]
     graphs = [0, 0]
     inputs = [[subject.make() for subject in subjects] for _ in graphs]
-    for index, sets in enumerate(inputs):
-        for subject, one in zip(subjects, sets, strict=True):
-            for direction in op.DIRECTIONS:
-                for side in subject.of(direction):
+    with torch._dynamo.config.patch(recompile_limit=FORMS):
+        for index, sets in enumerate(inputs):
+            for subject, one in zip(subjects, sets, strict=True):
+                for side, direction in ((s, d) for d in op.DIRECTIONS for s in subject.of(d)):
                     side.run(direction, one)
-        graphs[index] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            graphs[index] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs[1] == graphs[0] > 0
     assert any(side.is_compiled for subject in subjects for side in subject.sides)
     torch._dynamo.reset()

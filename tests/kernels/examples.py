@@ -69,7 +69,14 @@ class Draw:
 
 DOCUMENTS = ((0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2), (3, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5))
 """Of two samples of 11 positions: one of a single token, none over the end of a sample."""
-HEADS = {"mha": (4, 4, 16, 16), "gqa": (4, 2, 16, 16), "unequal": (4, 4, 24, 8), "both": (6, 2, 24, 16)}
+HEADS = {
+    "mha": (4, 4, 16, 16),
+    "gqa": (4, 2, 16, 16),
+    "unequal": (4, 4, 24, 8),
+    "both": (6, 2, 24, 16),
+    "gqa of 64": (4, 2, 64, 64),
+    "mla": (2, 2, 192, 128),
+}
 
 
 def attention(draw: Draw) -> Iterator[Example]:
@@ -82,8 +89,8 @@ def attention(draw: Draw) -> Iterator[Example]:
             starts = torch.cat((torch.zeros(1), documents.flatten().bincount().cumsum(0)))
             options["cu_seqlens"] = starts.to(draw.device, torch.int32)
         places = documents.to(draw.device) if packed else None
-        features = {"unequal": {"unequal_widths"}, "gqa": {"gqa"}, "both": {"unequal_widths", "gqa"}}
-        has = features.get(heads, set()) | ({"packed"} if packed else set())
+        has = ({"gqa"} if H != G else set()) | ({"unequal_widths"} if C != U else set())
+        has |= {"packed"} if packed else set()
         has |= ({"window"} if window else set()) | ({"sinks"} if sinks else set())
         graded = [draw.normal(2, 11, H, C), draw.normal(2, 11, G, C), draw.normal(2, 11, G, U)]
         more = [draw.normal(H)] if sinks else []

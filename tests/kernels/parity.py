@@ -131,6 +131,8 @@ def relative(x: Tensor, want: Tensor) -> float:
 class Recorder(TorchDispatchMode):
     """Keeps the arguments of the first calls of each custom operation of ours."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}

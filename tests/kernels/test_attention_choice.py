@@ -44,14 +44,14 @@ def taken(arch: str, asked: Need, installed: dict[str, str], bitwise: bool = Fal
         (need("gqa", key=64), "flash_attn_4", "sdpa_cudnn"),
         (need("gqa", "packed", key=64), "flash_attn_4", "varlen_attn"),
         (PACKED_GQA, "varlen_attn", "varlen_attn"),
-        (PACKED_MLA, "flash_attn_4", "flex_attention"),
-        (need("packed", "window"), "flash_attn_4", "flex_attention"),
-        (need("packed", "sinks"), "flash_attn_4", "flex_attention"),
+        (PACKED_MLA, "flash_attn_4", "sdpa_efficient"),
+        (need("packed", "window"), "flash_attn_4", "varlen_attn"),
+        (need("packed", "sinks"), "flash_attn_4", "varlen_attn"),
         (need("sinks"), "flash_attn_4", "sdpa_cudnn"),
-        (GPT_OSS, "flash_attn_4", "flex_attention"),
-        (WHOLE_GPT_OSS, "flash_attn_4", "flex_attention"),
-        (need("packed", key=24, value=8), "flash_attn_4", "sdpa_efficient"),
-        (need("gqa", "packed", key=192, value=128), "flex_attention", "flex_attention"),
+        (GPT_OSS, "flash_attn_4", "varlen_attn"),
+        (WHOLE_GPT_OSS, "flash_attn_4", "varlen_attn"),
+        (need("packed", key=24, value=8), "sdpa_efficient", "sdpa_efficient"),
+        (need("gqa", "packed", key=192, value=128), "sdpa_efficient", "sdpa_efficient"),
         (need("packed", key=20), "eager", "eager"),
         (need("packed", "context_parallel"), "eager", "eager"),
     ],
@@ -81,10 +81,10 @@ def test_det_7_auto_where_runs_are_bitwise(asked: Need, with_4: str, without: st
     ("kind", "arch", "dtype", "asked", "name"),
     [
         ("cuda", "sm80", BF16, GQA, "sdpa_flash"),
-        ("cuda", "sm80", BF16, PACKED_MLA, "flex_attention"),
-        ("cuda", "sm80", BF16, GPT_OSS, "flex_attention"),
+        ("cuda", "sm80", BF16, PACKED_MLA, "sdpa_efficient"),
+        ("cuda", "sm80", BF16, GPT_OSS, "varlen_attn"),
         ("cuda", "sm100", BF16, GQA, "sdpa_cudnn"),
-        ("cuda", "sm100", BF16, GPT_OSS, "flex_attention"),
+        ("cuda", "sm100", BF16, GPT_OSS, "varlen_attn"),
         ("cuda", "sm90", torch.float32, PACKED_GQA, "sdpa_efficient"),
         ("cuda", "sm90", torch.float32, GPT_OSS, "eager"),
         ("cuda", "sm90", torch.float64, GQA, "eager"),
@@ -103,9 +103,9 @@ def test_op_2_auto_elsewhere(kind: str, arch: str, dtype: torch.dtype, asked: Ne
         ("flash_attn_4", "sm90", GPT_OSS, {}, "needs flash-attn-4 >=4.0.0b36,<4.0.0b37, and none is"),
         ("flash_attn_4", "sm90", GPT_OSS, {"flash-attn-4": "4.0.0b37"}, "4.0.0b37 is installed"),
         ("flash_attn_4", "sm80", GPT_OSS, FLASH_4, "runs on sm90, not on sm80"),
-        ("flash_attn_4", "sm90", need(key=4), FLASH_4, "takes heads of 8 and more, not key 4, value 4"),
+        ("flash_attn_4", "sm90", need(key=16), FLASH_4, "takes heads of 64 and more, not key 16, value 16"),
         ("flash_attn_4", "sm90", need(key=264), FLASH_4, "takes heads up to 256 wide, not key 264"),
-        ("flash_attn_4", "sm90", need(key=20), FLASH_4, "multiple of 16 bytes, which key 20, value 20"),
+        ("flash_attn_4", "sm90", need(key=68), FLASH_4, "multiple of 16 bytes, which key 68, value 68"),
         (
             "flash_attn_4",
             "sm90",
@@ -149,4 +149,4 @@ def test_reg_2_auto_names_implementations_that_there_are() -> None:
 def test_num_6_an_order_that_forgets_the_need_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "CASES", {})
     with pytest.raises(AssertionError):
-        test_op_2_auto_on_hopper(GPT_OSS, "flash_attn_4", "flex_attention")
+        test_op_2_auto_on_hopper(GPT_OSS, "flash_attn_4", "varlen_attn")

@@ -148,8 +148,10 @@ def test_op_2_values_and_gradients(kernel: Implementation, ask: Ask) -> None:
 def test_cmp_2_compiled(kernel: Implementation, ask: Ask) -> None:
     """As one graph, and with tensors that are views."""
 
+    function = able(kernel, ask).function
+
     def model(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = able(kernel, ask).function(*arguments, **options)
+        out, lse = function(*arguments, **options)
         return out * 1, lse
 
     agree(run(torch.compile(model, fullgraph=True, dynamic=False), ask), ask)

@@ -106,14 +106,11 @@ Options:
 def test_help_is_read() -> None:
     """SPUR-1: options begin their line; what a description names is none."""
     assert read_help(HELP) == {"nodes": True, "exclusive": False, "later-flag": True}
-    found = read_capabilities(
-        "spur 0.9.2-rc1 (ab)\n", dict.fromkeys(("sbatch", "srun", "scontrol"), HELP), "asked"
-    )
-    assert (found.version, found.number, found.requeues) == ("0.9.2-rc1", (0, 9), False)
-    lost = read_capabilities("spur 1.0.0", {"sbatch": "?", "srun": HELP, "scontrol": "requeuehold"}, "asked")
+    found = read_capabilities("spur 0.9.2-rc1 (ab)\n", dict.fromkeys(("sbatch", "srun"), HELP), "asked")
+    assert (found.version, found.number) == ("0.9.2-rc1", (0, 9))
+    lost = read_capabilities("spur 1.0.0", {"sbatch": "?", "srun": HELP}, "asked")
     assert lost.sbatch == of_version("0.5.0").sbatch
     assert "lists no flags" in lost.source
-    assert lost.requeues
 
 
 def test_probe_is_kept_until_the_binary_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +126,7 @@ def test_probe_is_kept_until_the_binary_changes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(spur_capabilities, "said", lambda name, word: asked.append(name) or answers[word])
     assert spur_capabilities.known().source.startswith("the table of 0.8.0")
     assert spur_capabilities.probe() == spur_capabilities.probe() == spur_capabilities.known()
-    assert asked == ["sbatch", "sbatch", "srun", "scontrol"]
+    assert asked == ["sbatch", "sbatch", "srun"]
     os.utime(tmp_path / "sbatch", (1, 1))
     answers["--version"] = "slurm 22.05.8"
     with pytest.raises(UserError, match=r"says 'slurm 22\.05\.8', not spur; type launcher=slurm") as refused:

@@ -9,6 +9,7 @@ import pytest
 from tests.launchers import mutate
 
 MUTATIONS = [
+    ("node.py", "if attempts(run) == attempt:", "if True:", "test_record_of_an_agent"),
     ("places.py", 'if "SPUR_JOB_ID" in shell and', "if False and", "test_places_in_a_step_of_spur"),
     ("beats.py", "seconds > limit and who not in ended", "seconds > limit", "test_silence_is_told"),
     ("beats.py", "if attempts(self._run) != self._attempt:", "if False:", "test_node_ends_when_another"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,13 @@ class Place:
     started: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(
-        self, name: str, *words: str, version: str = "0.8.0", module: str = "", **environment: str
+        self,
+        name: str,
+        *words: str,
+        launcher: str = "spur",
+        version: str = "0.8.0",
+        module: str = "",
+        **environment: str,
     ) -> None:
         """Start `train.py`, or a module with ranks that train nothing; its output goes to `<name>.log`."""
         command = ["-m", module] if module else [str(CHECKOUT / "train.py")]
@@ -52,7 +59,7 @@ class Place:
         }
         with (self.folder / f"{name}.log").open("w") as log:
             self.started[name] = subprocess.Popen(
-                [sys.executable, *command, "launcher=spur", f"paths.runs={self.folder}/runs", *words],
+                [sys.executable, *command, f"launcher={launcher}", f"paths.runs={self.folder}/runs", *words],
                 cwd=CHECKOUT,
                 env={**os.environ, **known, **environment},
                 stdout=log,
@@ -111,41 +118,64 @@ def agent_of(run: Path, node: int) -> int:
     raise AssertionError(f"no agent of node {node}")
 
 
-def interfere(place: Place) -> None:
-    """Attach, stop, kill and cancel, each when its run is so far."""
+def attach(place: Place) -> None:
+    """The same command again, once the first has ended without waiting; it cancels what it follows."""
     assert place.end("detached")[0] == 0
-    place.fake("attached", "max_steps=100", "run_name=detached", "launcher.time=1h")
-    for name in ("trained", "again"):
-        wait_for(lambda name=name: (place.run(name) / "control" / "started").exists(), 120)
-        if name == "again":
-            wait_for(lambda: place.step("again"), 120)
-            (place.run("again") / "checkpoints" / "step-00000001").mkdir(parents=True)
-        (place.run(name) / "control" / "stop").write_text("the test\n")
-    for name in ("cancelled", "deaf"):
-        wait_for(lambda name=name: place.step(name), 120)
-        place.started[name].send_signal(signal.SIGINT)
+    place.fake("attached", "max_steps=900", "run_name=detached", "launcher.time=1h")
+    wait_for(lambda: "submitted before" in (place.folder / "attached.log").read_text(), 120)
+    place.started["attached"].send_signal(signal.SIGINT)
+
+
+def stop(place: Place, name: str) -> None:
+    """Ask the ranks to save, which these do without leaving a checkpoint."""
+    wait_for(lambda: place.step(name), 120)
+    (place.run(name) / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (place.run(name) / "control" / "stop").write_text("the test\n")
+
+
+def press(place: Place, name: str) -> None:
+    """Ctrl-C, and once more where the job does not end."""
+    wait_for(lambda: place.step(name), 120)
+    place.started[name].send_signal(signal.SIGINT)
+    if name == "deaf":
+        wait_for(lambda: "cancelling job" in (place.folder / "deaf.log").read_text())
+        time.sleep(1.5)
+        place.started["deaf"].send_signal(signal.SIGINT)
+
+
+def kill(place: Place) -> None:
+    """Kill a node's agent, whose ranks go with it."""
     wait_for(lambda: place.step("lost"), 120)
     os.kill(agent_of(place.run("lost"), 1), signal.SIGKILL)
-    wait_for(lambda: "cancelling job" in (place.folder / "deaf.log").read_text())
-    time.sleep(1.5)
-    place.started["deaf"].send_signal(signal.SIGINT)
+
+
+def interfere(place: Place) -> None:
+    """Do to each run what its test is about, as soon as it is so far."""
+    with ThreadPoolExecutor(8) as pool:
+        doing = [pool.submit(attach, place), pool.submit(kill, place)]
+        doing += [pool.submit(stop, place, name) for name in ("again", "anew")]
+        doing += [pool.submit(press, place, name) for name in ("cancelled", "deaf")]
+    for done in doing:
+        done.result()
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """All commands of this module, started together."""
     made = Place(tmp_path_factory.mktemp("spur"))
-    real = [word for word in TINY if not word.startswith("max_steps")]
-    made.start("trained", *real, "run_name=trained", "mesh=pp2ep2", "launcher.nodes=2", "max_steps=5")
+    real = [*(word for word in TINY if not word.startswith("max_steps")), "max_steps=5"]
+    made.start("alone", *real, "run_name=alone", launcher="local")
+    made.start("trained", *real, "run_name=trained", "mesh=pp2ep2", "launcher.nodes=2")
     made.fake(
         "failing", "mesh=pp2ep2", "launcher.nodes=2", "max_steps=9", version="0.7.0", FAKE_FAIL="3:exit42@2"
     )
     made.fake("lost", *TWO_NODES, version="later", **LONG)
     made.fake("cancelled", *TWO_NODES, FAKE_DEAF="1", **LONG)
     made.fake("again", "max_steps=30", version="later", **LONG)
+    made.fake("anew", "max_steps=30", **LONG)
     made.fake("deaf", "max_steps=900", FAKE_SPUR_MODES="deaf", **LONG)
     made.fake(
-        "detached", "max_steps=100", "launcher.wait=false", "launcher.time=1h", FAKE_SPUR_MODES="late", **LONG
+        "detached", "max_steps=900", "launcher.wait=false", "launcher.time=1h", FAKE_SPUR_MODES="late", **LONG
     )
     sweep = ("data=synthetic", "seed=0,1,2", "launcher.parallel=1", "sweep.name=sweep", "max_steps=3")
     made.start("sweep", *sweep, module="tests.slurm.sweeping")
@@ -162,23 +192,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
                 os.kill(number, signal.SIGKILL)
 
 
-def test_stopped_job_goes_on_with_the_losses_of_one_process(place: Place, tmp_path: Path) -> None:
-    """FAKE-2, DIRECT-4: 2 nodes x 2 ranks, stopped and submitted again, has the losses of one process."""
-    words = [*TINY, "max_steps=5", f"paths.runs={tmp_path}", "run_name=alone"]
-    alone = subprocess.run(
-        [sys.executable, str(CHECKOUT / "train.py"), *words], capture_output=True, text=True
-    )
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    code, text = place.end("trained")
-    assert code == 0, text
-    assert (place.status("trained")["state"], place.status("trained")["attempt"]) == ("done", 2)
-    assert place.job("trained") not in place.end("trained")[1].partition("submit")[2].partition("\n")[0]
-    expected, found = (
-        read_steps(run / "metrics.jsonl") for run in (tmp_path / "alone", place.run("trained"))
-    )
+def test_two_nodes_have_the_losses_of_one_process(place: Place) -> None:
+    """FAKE-2, DIRECT-4: 2 nodes x 2 ranks on pp2ep2."""
+    for name in ("alone", "trained"):
+        code, text = place.end(name)
+        assert code == 0, text
+    expected, found = (read_steps(place.run(name) / "metrics.jsonl") for name in ("alone", "trained"))
     assert [step["step"] for step in found] == [1, 2, 3, 4, 5]
     assert [step["loss"] for step in found] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
-    assert {step["attempt"] for step in found} == {1, 2}
 
 
 def test_first_failure_is_told_where_each_node_runs_the_script(place: Place) -> None:
@@ -224,12 +245,22 @@ def test_requeue_keeps_the_job(place: Place) -> None:
     assert calls_of(place, "again").count("srun") == 2
 
 
+def test_requeue_by_another_job(place: Place) -> None:
+    """SPUR-5: up to 0.8.0 the run goes on as another job, and the command that waits follows it."""
+    code, text = place.end("anew")
+    assert code == 0, text
+    assert (place.status("anew")["attempt"], place.status("anew")["last_step"]) == (2, 30)
+    assert f"submit     job {place.job('anew')}" not in text
+    assert f"job        {place.job('anew')} " in text
+    assert calls_of(place, "anew").count("srun") == 1
+
+
 def test_not_waiting_and_following_again(place: Place) -> None:
     """SLURM-6: the id is printed and the command ends; the same command follows that job."""
     code, text = place.end("detached")
     assert f"not waiting for job {place.job('detached')}" in text
     code, text = place.end("attached")
-    assert code == 0, text
+    assert code == 130, text
     assert f"job        {place.job('detached')} was submitted before: following it" in text
 
 

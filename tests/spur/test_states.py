@@ -13,11 +13,12 @@ import pytest
 from src.compose import compose
 from src.config import Config, LauncherConfig
 from src.errors import UserError
-from src.launchers import batch, places, spur, spur_batch, spur_capabilities
+from src.launchers import batch, node, places, spur, spur_batch, spur_capabilities
 from src.launchers.beats import Beating, Listener, await_agents, sign
 from src.launchers.scheduler import Seen, seconds_of
 from src.launchers.spur import Spur
 from src.launchers.spur_capabilities import of_version
+from src.launchers.watch import Signals
 from src.status import Status
 from tests.slurm.conftest import wait_for
 
@@ -134,6 +135,22 @@ def test_node_ends_when_another_is_silent(tmp_path: Path, monkeypatch: pytest.Mo
     assert other.lost() == "another attempt at this run has begun"
 
 
+def test_record_of_an_agent_stays_in_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPUR-5, AGENT-4: an agent whose run was taken over leaves no failure in the new attempt."""
+    (tmp_path / "control").mkdir()
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr(node, "load_config", lambda path: SPUR)
+
+    def lost(*words: object) -> None:
+        (tmp_path / "attempts" / "0001").mkdir(parents=True)
+        (tmp_path / "attempts" / "0001" / "config.yaml").touch()
+        raise UserError("another attempt at this run has begun", code=5)
+
+    monkeypatch.setattr(node, "run_ranks", lost)
+    assert node.settle_node(tmp_path, node.Place(0, 1, "localhost"), Signals()) == 5
+    assert list((tmp_path / "control").iterdir()) == []
+
+
 def test_other_nodes_hold_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SPUR-4: a node's share is kept while the job waits and runs, and given back at its end or requeue."""
     states = iter(["queued", "running", "running", "queued"])
@@ -149,10 +166,10 @@ def test_codes_of_spur_mean_nothing(tmp_path: Path) -> None:
     """SPUR-7: with the records of all nodes srun's code is not asked; without them it is all there is."""
     (tmp_path / "control").mkdir()
     (tmp_path / "plan.json").write_text('{"nodes": 2}')
-    for node in range(2):
+    for number in range(2):
         assert batch.step_code(tmp_path, SPUR, 143) == 143
-        record = {"node": node, "time": 1.0, "codes": {str(node): 0}, "killed": False, "code": 0}
-        (tmp_path / "control" / f"node.{node}.json").write_text(json.dumps(record))
+        record = {"node": number, "time": 1.0, "codes": {str(number): 0}, "killed": False, "code": 0}
+        (tmp_path / "control" / f"node.{number}.json").write_text(json.dumps(record))
     assert batch.step_code(tmp_path, SPUR, 143) == 0
     assert batch.step_code(tmp_path, replace(SPUR, launcher=LauncherConfig("slurm")), 143) == 143
     status = Status("running", 1, "")

@@ -113,7 +113,8 @@ def test_a_run_trains_in_bf16_with_masters(tmp_path: Path, precision: str, first
     run_here(config, tmp_path / "run")
     losses = [line["loss"] for line in lines(tmp_path / "run")]
     assert losses[-1] < losses[0]
-    assert "torch_grouped_mm_cuda" in (tmp_path / "run" / "kernels.json").read_text()
+    chosen = json.loads((tmp_path / "run" / "kernels.json").read_text())["operations"]["grouped_mm"]["choice"]
+    assert chosen in ("quack", "torch_grouped_mm_cuda")  # Whether QuACK is installed is the machine's.
     run_here(replace(config, max_steps=14), tmp_path / "run", attempt=2)
     assert [line["step"] for line in lines(tmp_path / "run")][-2:] == [13, 14]
 
