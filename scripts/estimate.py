@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -95,9 +96,9 @@ def estimated(words: str, config: Config, imbalance: float) -> Row:
     """What the config would take on the machine that it describes."""
     machine = find_machine(config)
     estimate = Estimate(config, machine.platform, imbalance=imbalance)
-    ranks = [estimate.of(rank) for rank in range(config.mesh.world)]
-    largest = max(ranks, key=lambda rank: rank.total)
-    return Row(words, config.mesh.world, memory_of(ranks, machine), largest, bubble_of(config))
+    held = Counter(estimate.of(rank) for rank in range(config.mesh.world))
+    largest = max(held, key=lambda rank: rank.total)
+    return Row(words, config.mesh.world, memory_of(held, machine), largest, bubble_of(config))
 
 
 def bubble_of(config: Config) -> float:

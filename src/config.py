@@ -80,7 +80,7 @@ class LauncherConfig:
     exclude: str | None = None
     """Nodes that must not be used; `@FILE` reads them from a file that `scripts/doctor.py` wrote."""
     time: str | None = duration(None)
-    """Time limit of a job, on Slurm in whole minutes, rounded up; null is the partition's default."""
+    """Time limit of a job, on Slurm in whole minutes; null is the partition's. Elsewhere: of an attempt."""
     nodes: int | None = None
     """Nodes of a job; null is as few as the mesh needs."""
     gpus_per_node: int | None = None
@@ -91,6 +91,8 @@ class LauncherConfig:
     """Cores of a node's task, which all its ranks share; null is one for each rank."""
     extra: dict[str, str] = field(default_factory=dict)
     """Other flags of `sbatch`, verbatim; set with `+launcher.extra.NAME=VALUE`, `"true"` for a bare one."""
+    flags: str = ""
+    """The same in one text, as on the command line of `sbatch`, in any spelling that it takes."""
     watchdog: str = duration("60s")
     """On Spur: how long a node of a job may be silent before the others take it for dead and end."""
     max_requeues: int = 10

@@ -17,18 +17,20 @@ from src.compose import load_config
 from src.config import Config
 from src.digest import config_digest
 from src.durations import seconds
-from src.errors import UserError
 from src.launchers.beats import await_agents
-from src.launchers.outcome import codes_of_nodes, node_records
+from src.launchers.outcome import code_words, codes_of_nodes, node_records
+from src.launchers.scheduler import own_id
 from src.launchers.schedulers import scheduler_of
 from src.launchers.settle import fail, settle
 from src.launchers.spur_batch import hold, watch
 from src.launchers.watch import Ended
-from src.records import read_json
+from src.records import read_json, write_json
 from src.status import Status, last_step
 
 KEPT = ("overrides.yaml", "plan.json", "code.json", "code.diff", "job.json", "config.yaml")
 """Papers that a new attempt of the same job takes over."""
+TAKEN = 5
+"""Code of a job whose run directory another living job has."""
 REQUEUED = "requeued"
 """Mark in `control/` of an attempt after which the job was queued again."""
 KILL_WAIT = 600.0
@@ -36,8 +38,10 @@ KILL_WAIT = 600.0
 
 
 def begin(run: Path) -> int:
-    """Open the attempt: an empty `control/`, `running` in `status.json`, data if the job is to build it."""
+    """Open the attempt: an empty `control/` and `running` in `status.json`. TAKEN: it is another job's."""
     config = load_config(run / "config.yaml")
+    if not adopt(run, config, own_id(os.environ)):
+        return TAKEN
     if (run / "control" / "started").exists():
         await_agents(run / "control", seconds(config.launcher.watchdog))
         files = {name: (run / name).read_text(encoding="utf-8") for name in KEPT if (run / name).exists()}
@@ -45,24 +49,25 @@ def begin(run: Path) -> int:
     (run / "control" / "started").write_text(newest_checkpoint(run))
     status = Status("running", runs.attempts(run), config_digest(config))
     status.write(run)
-    try:
-        prepare(config)
-    except Exception as error:
-        code = error.code if isinstance(error, UserError) else 4
-        fail(status, code, type(error).__name__, str(error))
-        status.ended = time.time()
-        status.write(run)
-        return code
     return 0
 
 
-def prepare(config: Config) -> None:
-    """Build the token artifact in the job if `data.prepare.where=job` wants that."""
-    if config.data.kind == "synthetic" or config.data.prepare.where != "job":
-        return
-    from src.trainer.data.prepare import prepare as build
+def adopt(run: Path, config: Config, number: str | None) -> bool:
+    """Whether the run is this job's; one that its command was killed before noting notes itself (RUN-5).
 
-    build(config, print)
+    On Spur the job before may still be ending, after it has put another one in its own place.
+    """
+    record = read_json(run / "job.json") or {}
+    noted = record.get("id")
+    if number is None or noted == number:
+        return True
+    is_handed_on = config.launcher.name == "spur" and (run / "control" / REQUEUED).exists()
+    seen = {} if noted is None or is_handed_on else scheduler_of(config).look([noted])
+    if noted is not None and (seen is None or (noted in seen and seen[noted].is_alive)):
+        print(f"{run} is the run of job {noted}: this job, {number}, leaves it alone", flush=True)
+        return False
+    write_json(run / "job.json", {**record, "id": number})
+    return True
 
 
 def end(run: Path, step: int, killed: bool) -> int:
@@ -112,7 +117,9 @@ def settle_nodes(status: Status, run: Path, step: int, world: int) -> None:
     if broken is not None:
         fail(status, int(broken["code"]), str(broken["type"]), f"node {broken['node']}: {broken['message']}")
     elif step != 0 or len(codes) < world:
-        fail(status, step or 1, "Step", f"srun ended with code {step}, {len(records)} nodes left a record")
+        who = ", ".join(str(record["node"]) for record in records) or "none"
+        message = f"srun ended with {code_words(step)}; agents that left a record, by node: {who}"
+        fail(status, step or 1, "Step", message)
     status.last_step = last_step(run)
 
 

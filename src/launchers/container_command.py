@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from src.config import SCHEDULERS, Config
 from src.launchers.container import ContainerPlan, Mount, container_plan, job_of, ordered, passed_names
-from src.launchers.ranks import WORKER, rank_command
+from src.launchers.ranks import UNMOVED, WORKER, rank_command
 
 if TYPE_CHECKING:
     from src.launchers.plan import LaunchPlan
@@ -104,7 +104,7 @@ def render(plan: ContainerPlan, where: Where, inner: Sequence[str], shell: Mappi
     """
     code = Mount(where.code, where.code, False, "the code")
     full = replace(plan, mounts=ordered([code, *plan.mounts]))
-    payload = [plan.image, plan.python, *inner]
+    payload = [plan.image, *UNMOVED, plan.python, *inner]
     if plan.runtime == "apptainer":
         values = {name: shell.get(name, "") for name in where.passed} | _variables(plan, where)
         return Command(

@@ -31,6 +31,7 @@ from src.launchers.launch import Launch, check_log_copy, check_tuning, finish, l
 from src.launchers.places import Place, role
 from src.launchers.plan import check_memory, dry_run_text, make_plan
 from src.launchers.settle import settle
+from src.launchers.storage import check_storage
 from src.launchers.watch import LOOK, Ended, Screen
 from src.machine import ask_driver, find_machine
 from src.records import write_atomic
@@ -91,6 +92,7 @@ def lead(place: Place, overrides: list[str]) -> Opened | int:
         message = f"{config.container.name}, but {place.source} has started the ranks already"
         fix = f"put the container around what {place.source} starts, and type container=none"
         raise UserError([Problem("container", message, fix, "CONT-1")])
+    check_storage(config)
     kind = role(place, config)
     launch = Launch(config, overrides)
     machine = find_machine(config)

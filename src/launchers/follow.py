@@ -17,6 +17,8 @@ from src.status import Status, last_step, read_status
 
 OFTEN, MINUTE, SELDOM = 1.0, 60.0, 15.0
 """Seconds between looks at the queue in the first minute, that minute, and the longest pause later."""
+DEAF, GIVE_UP = 60.0, 600.0
+"""Seconds without an answer of squeue after which `status.json` alone ends a run, and we leave it alone."""
 CANCEL_WAIT = 120.0
 """Seconds that a cancelled job may take to leave the queue."""
 
@@ -27,6 +29,9 @@ def is_over(scheduler: Scheduler, number: str) -> bool:
     if seen is None:
         raise UserError("squeue does not answer: whether the run's job is still there is unknown", code=5)
     return number not in seen or not seen[number].is_alive
+
+
+LEFT = "job {} is left alone; the same command follows it again"
 
 
 class Queue:
@@ -44,10 +49,13 @@ class Queue:
         self._started = time.monotonic()
         self._next = 0.0
         self._asked = False
+        self._heard = self._started
 
     def look(self, soon: bool = False) -> None:
         """Ask again if it is time to; a queue that does not answer changes nothing."""
         now = time.monotonic()
+        if not self.runs:
+            self._heard = now
         if now < self._next or not self.runs:
             return
         age = now - self._started
@@ -57,7 +65,7 @@ class Queue:
         seen = self._scheduler.look(self._ids.values())
         if seen is None:
             return
-        self._asked = True
+        self._asked, self._heard = True, now
         for number in self._ids.values():
             if number not in self._since or self._state(seen, number) != self._state(self._seen, number):
                 self._since[number] = time.monotonic()
@@ -72,12 +80,21 @@ class Queue:
         return self._seen.get(self._ids.get(run, ""))
 
     def verdict(self, run: Path) -> Verdict | None:
-        """How the job of `run` ended; None while it has not, or nobody can say."""
-        number = self._ids.get(run)
+        """How the job of `run` ended; None while it has not, or nobody can say.
+
+        Raises:
+            UserError: squeue has not answered for so long that nobody will say (5).
+        """
+        number, status = self._ids.get(run), read_status(run)
+        silence = time.monotonic() - self._heard
+        if silence > DEAF and (status or {}).get("state") in TERMINAL:
+            return merge(None, status, has_saved(run), silence)
+        if silence > GIVE_UP:
+            left = LEFT.format(number or "without an id")
+            raise UserError(f"squeue has not answered for {silence:.0f} s: {left}", code=5)
         if not self._asked or number is None or number not in self._since:
             return None
         seen, waited = self.state(run), time.monotonic() - self._since[number]
-        status = read_status(run)
         is_silent = seen is not None and not seen.is_alive and waited >= SILENT
         code = self._scheduler.code(number) if is_silent else 1
         return merge(seen, status, has_saved(run), waited, code)

@@ -65,6 +65,8 @@ class Job:
     reason: str | None = None
     devices: list[str] | None = None
     """The GPUs it has while it runs; None on a CPU."""
+    builds_data: bool = False
+    """Whether it builds its data itself, on its nodes (`data.prepare.where=job`)."""
     seat: Seat | None = None
     """What else it has of this machine while it runs here."""
     process: subprocess.Popen[bytes] | None = None
@@ -197,7 +199,7 @@ def prepare_data(
                 future.set_exception(error)
 
     for job in jobs:
-        if job.data_key is not None and job.data_key not in futures:
+        if job.data_key is not None and not job.builds_data and job.data_key not in futures:
             futures[job.data_key] = Future()
             threading.Thread(target=work, args=(job.config, futures[job.data_key]), daemon=True).start()
     return futures

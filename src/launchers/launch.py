@@ -34,6 +34,7 @@ from src.launchers.environment import (
 from src.launchers.plan import LaunchPlan, check_memory, make_plan
 from src.launchers.ranks import WORKER, applied, start
 from src.launchers.settle import fail, settle
+from src.launchers.storage import check_storage
 from src.launchers.watch import Ended, Interrupted, Screen, Signals, Watcher
 from src.machine import ask_driver, find_machine, pinned
 from src.models import twin
@@ -47,8 +48,8 @@ TAIL = 15
 """Lines of a rank's log that are shown where nothing else says why it died."""
 
 
-FROM_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-"""Errors whose traceback tells a user nothing more."""
+FROM_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE)
+"""Errors whose traceback tells a user nothing more; nor does any, once the whole directory is gone."""
 
 
 @dataclass
@@ -93,7 +94,7 @@ def guarded(launch: Launch, body: Callable[[Launch], int]) -> int:
             launch.console.error(f"stopped by {stop} before the ranks started")
             return 128 + stop.number
         except OSError as error:
-            if error.errno not in FROM_THE_DISK:
+            if error.errno not in FROM_THE_DISK and Path(launch.config.paths.runs).is_dir():
                 raise
             launch.console.error(
                 f"the run's files cannot be written: {error}; status.json may be out of date"
@@ -106,6 +107,7 @@ def find_and_run(launch: Launch) -> int:
     console = launch.console
     for warning in unknown_names(os.environ):
         console.error(warning)
+    check_storage(launch.config)
     with console.phase("plan") as words:
         plan = make_plan(launch.config, launch.overrides, ask_driver(find_machine(launch.config)))
         words += [twin.words(plan.match)] if plan.match else []

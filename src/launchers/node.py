@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from src.compose import load_config
@@ -34,8 +33,10 @@ from src.launchers.contained import SLACK, Contained, Inside, cache_base
 from src.launchers.container import is_wrapped
 from src.launchers.environment import Environment, Setting, cores, rank_environment
 from src.launchers.flags import is_signalled
+from src.launchers.node_data import ensure_data
 from src.launchers.outcome import first_failure, has_failed
 from src.launchers.ranks import WORKER, Meeting, applied, start
+from src.launchers.roll_call import naming_the_absent
 from src.launchers.schedulers import scheduler_of
 from src.launchers.spread import Spread, spread
 from src.launchers.watch import Ended, Signals, Watcher
@@ -74,7 +75,7 @@ def place_of(shell: Mapping[str, str]) -> Place:
 def run_node(run: str) -> None:
     """Run this node's share of the ranks and leave the process with their code."""
     directory = Path(run)
-    signals = Signals()
+    signals = Signals(scheduled=True)
     with signals.installed(), signals.collected():
         place = place_of(os.environ)
         code = settle_node(directory, place, signals)
@@ -86,7 +87,7 @@ def run_node(run: str) -> None:
 
 def run_share(run: Path, place: Place) -> int:
     """Run one node's share of a launch whose agents were started without a job of ours; returns its code."""
-    signals = Signals()
+    signals = Signals(scheduled="SLURM_JOB_ID" in os.environ)
     with signals.installed(), signals.collected():
         return settle_node(run, place, signals)
 
@@ -94,20 +95,12 @@ def run_share(run: Path, place: Place) -> int:
 def run_inside(run: str, inside: Inside) -> None:
     """Run a node's share as the agent in a container; and leave with its code, or with the host."""
     threading.Thread(target=leave_with_host, daemon=True).start()
-    signals = FirstSignal()
+    signals = Signals(scheduled=True)
     place = Place(inside.node, inside.nodes, inside.first_host, inside.job)
     with signals.installed(), signals.collected():
         code = settle_node(Path(run), place, signals, inside)
     sys.stdout.flush()
     os._exit(code)
-
-
-class FirstSignal(Signals):
-    """Collects one signal: runtime and scheduler hand the same one on several times; the host kills."""
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.came:
-            super()._handle(number, frame)
 
 
 def leave_with_host() -> None:
@@ -169,13 +162,16 @@ def watch_ranks(
 ) -> Ended:
     """Start this node's ranks, in a container if the config wants one, and watch them to their end."""
     share = Spread(place.nodes, config.mesh.world // place.nodes)
-    if config.launcher.name in SCHEDULERS:
+    is_submitted = config.launcher.name in SCHEDULERS  # Else nodes may share no directory.
+    if is_submitted:
         share = spread(config, find_machine(config).platform)
     if share.nodes != place.nodes:
         raise UserError(f"the job has {place.nodes} nodes, its plan {share.nodes}", code=6)
     worker = (read_json(run / "job.json") or {}).get("worker", WORKER)
     if inside is None:
         check_before_ranks(config, run / "control", place.node, print)
+        if is_submitted:
+            ensure_data(run, config, place.node)
     if inside is None and is_wrapped(config):
         stop_before_limit(run, config, place)
         place_of_node = (place.node, place.nodes, place.first_host, place.job)
@@ -190,12 +186,16 @@ def watch_ranks(
     variables = environment.of_ranks(attempt)
     chosen = worker if inside is None else inside.worker
     watcher = Watcher(run, config, Console(), signals, lost=lost)
-    with applied(variables):
+    told_of = place.nodes if is_submitted else 1
+    with applied(variables), naming_the_absent(run, place.node, told_of, config.launcher.timeout):
         return watcher.watch(lambda: start(run, share.ranks, chosen, meeting))
 
 
 def stop_before_limit(run: Path, config: Config, place: Place) -> None:
-    """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2)."""
+    """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2).
+
+    The watcher knows `launcher.time` alone; a partition's own limit is known to the queue.
+    """
     if config.launcher.name != "slurm" or is_signalled(config) or place.node:
         return
     left = scheduler_of(config).time_left(str(place.job))

@@ -73,6 +73,14 @@ def first_record(records: list[Record]) -> Record | None:
     return next((record for record in near if not is_from_a_peer(record)), records[0])
 
 
+def code_words(code: int) -> str:
+    """An exit code in words; 128 + n, as shells and srun say it, is a signal (SLURM-3)."""
+    number = code - 128
+    if number in {int(known) for known in signal.Signals}:
+        return f"code {code}, killed by signal {number} ({signal.Signals(number).name})"
+    return f"code {code}"
+
+
 def exit_code(code: int) -> int:
     """A process's return code as an exit code: −n is 128 + n."""
     return 128 - code if code < 0 else code

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +19,9 @@ from src.launchers.container import ContainerPlan
 from src.launchers.container_command import contain
 from src.launchers.environment import Setting, cores, rank_environment
 from src.launchers.flags import Flag, sbatch_flags
-from src.launchers.memory import Estimate, RankMemory, layers_of, precision_name
+from src.launchers.memory import RankMemory, precision_name
 from src.launchers.network import Network
+from src.launchers.rank_plans import RankPlan, rank_plans
 from src.launchers.ranks import WORKER, rank_command
 from src.launchers.spread import Spread, spread
 from src.launchers.spur_capabilities import Capabilities, known
@@ -32,17 +34,6 @@ from src.trainer.data.keys import Corpora, data_key
 from src.trainer.parallel import layout, rules
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """One rank: where it stands and what it holds."""
-
-    rank: int
-    coordinates: dict[str, int]
-    layers: list[int]
-    """Global indices of its decoder layers."""
-    memory: RankMemory
 
 
 @dataclass(frozen=True)
@@ -145,7 +136,7 @@ class LaunchPlan:
     def _rank_lines(self) -> list[str]:
         shown = self.ranks if len(self.ranks) <= MOST_LINES else self.ranks[:MOST_LINES]
         lines = [_rank_text(rank) for rank in shown]
-        rest = len(self.ranks) - len(shown)
+        rest = self.world - sum(rank.count for rank in shown)
         return [*lines, f"and {rest} more ranks, in the JSON below"] if rest else lines
 
 
@@ -175,7 +166,7 @@ def make_plan(
     machine = machine or find_machine(config)
     key = data_key(config, corpora)
     run = str(Path(config.paths.runs) / run_name(config))
-    ranks = _rank_plans(config, machine.platform)
+    ranks = rank_plans(config, machine.platform)
     counts = count(config.model)
     share = spread(config, machine.platform)
     if config.launcher.name == "spur":
@@ -199,7 +190,7 @@ def make_plan(
         batch=_batch(config),
         data_key=key,
         data_ready=key is None or (Path(config.paths.data) / "tokens" / key).is_dir(),
-        memory=memory_of([rank.memory for rank in ranks], machine),
+        memory=memory_of(_held(ranks), machine),
         force=config.launcher.force,
         env=_environment(config, machine),
         command=shlex.join(rank_command(Path(run), WORKER)),
@@ -236,15 +227,11 @@ def _flags(
     return []
 
 
-def _rank_plans(config: Config, platform: str) -> list[RankPlan]:
-    estimate = Estimate(config, platform)
-    layers = [layers_of(config, pp) for pp in range(config.mesh.pp)]
-    found = []
-    for rank in range(config.mesh.world):
-        place = layout.coordinates(config.mesh, rank)
-        axes = {axis: getattr(place, axis) for axis in layout.AXES}
-        found.append(RankPlan(rank, axes, layers[place.pp], estimate.of(rank)))
-    return found
+def _held(ranks: Sequence[RankPlan]) -> Counter[RankMemory]:
+    held: Counter[RankMemory] = Counter()
+    for rank in ranks:
+        held[rank.memory] += rank.count
+    return held
 
 
 def _batch(config: Config) -> dict[str, int]:
@@ -270,7 +257,8 @@ def _rank_text(rank: RankPlan) -> str:
     place = " ".join(f"{axis}={value}" for axis, value in rank.coordinates.items() if axis != "tp")
     span = f"layers {', '.join(_runs(rank.layers))}"
     size = f"{rank.memory.parameters:,} parameters, {bytes_text(rank.memory.total)}"
-    return f"rank {rank.rank}: {place}; {span}; {size}"
+    alike = f"; so {rank.count - 1:,} more" if rank.count > 1 else ""
+    return f"rank {rank.rank}: {place}; {span}; {size}{alike}"
 
 
 def _runs(numbers: list[int]) -> list[str]:
@@ -280,29 +268,25 @@ def _runs(numbers: list[int]) -> list[str]:
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
-def memory_of(ranks: list[RankMemory], machine: Machine) -> Memory:
-    """All ranks share a CPU's memory; a GPU belongs to one rank."""
-    shared = machine.platform == "cpu"
-    largest = max(ranks, key=lambda rank: rank.total)
-    needed = sum(rank.total for rank in ranks) if shared else largest.total
-    whose = (
-        f"{len(ranks)} ranks"
-        if shared and len(ranks) > 1
-        else "the largest rank"
-        if len(ranks) > 1
-        else "the rank"
-    )
+def memory_of(held: Mapping[RankMemory, int], machine: Machine) -> Memory:
+    """All ranks share a CPU's memory; a GPU belongs to one rank. `held` says how many ranks hold what."""
+    shared, world = machine.platform == "cpu", sum(held.values())
+    counted = held if shared else {max(held, key=lambda rank: rank.total): 1}
+    needed = sum(number * rank.total for rank, number in counted.items())
+    whose = "the rank" if world == 1 else f"{world} ranks" if shared else "the largest rank"
     fits = None if machine.memory is None else needed <= machine.memory
     size = "" if machine.memory is None else f"{bytes_text(machine.memory)}, "
-    terms = _sum_text(ranks if shared else [largest])
+    terms = _sum_text(counted)
     words = f"{whose}: {terms} = {bytes_text(needed)}, of {size}{machine.source}"
     return Memory(fits, needed, machine.memory, words)
 
 
-def _sum_text(ranks: list[RankMemory]) -> str:
+def _sum_text(held: Mapping[RankMemory, int]) -> str:
     parts = ("weights", "gradients", "optimizer", "unsharded", "activations")
-    terms = (f"{part} {bytes_text(sum(getattr(rank, part) for rank in ranks))}" for part in parts)
-    return f"{' + '.join(terms)} - pending gradients {bytes_text(sum(rank.pending for rank in ranks))}"
+    sums = {part: sum(number * getattr(rank, part) for rank, number in held.items()) for part in parts}
+    terms = " + ".join(f"{part} {bytes_text(size)}" for part, size in sums.items())
+    pending = sum(number * rank.pending for rank, number in held.items())
+    return f"{terms} - pending gradients {bytes_text(pending)}"
 
 
 def _environment(config: Config, machine: Machine) -> dict[str, str]:

@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 WORKER = "src.trainer.worker"
-REDIRECT = 'exec >>"$0/ranks/rank_$(printf %05d "$RANK").log" 2>&1; exec "$@"'
-"""Appends a rank's output to its log, whoever starts it; the shell becomes the rank."""
+REDIRECT = 'trap "" TERM USR1 USR2; exec >>"$0/ranks/rank_$(printf %05d "$RANK").log" 2>&1; exec "$@"'
+"""Appends a rank's output to its log, whoever starts it; the shell becomes the rank.
+
+A scheduler signals every process of a node, also while a rank is still importing. It must not die of that:
+its agent has the request, and the rank finds `control/stop` after its first step."""
+UNMOVED = ("/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$0" "$@"')
+"""Before an agent's interpreter: a warning that comes while it imports must not end it. What it misses so,
+its own clock makes good (`watch.time_left`), and whoever preempts or cancels kills."""
 EXIT_BARRIER = 30.0
 """Seconds that an agent whose ranks are done waits for the agents of other nodes."""
 POLL = 0.1

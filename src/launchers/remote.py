@@ -33,6 +33,7 @@ from src.launchers.scheduler import Scheduler, job_id
 from src.launchers.schedulers import scheduler_of
 from src.launchers.settle import fail
 from src.launchers.snapshot import snapshot
+from src.launchers.storage import check_storage
 from src.machine import pinned
 from src.records import read_json, write_json
 from src.runs import Claim
@@ -46,6 +47,8 @@ class JobRecord:
     worker: str
     code: str
     """The snapshot that it imports."""
+    data_attempt: str
+    """What it builds data for, if it does: jobs of one submission fail together (LEASE-7)."""
     id: str | None = None
     """The scheduler's, once it has one."""
 
@@ -59,6 +62,7 @@ def find_and_follow(launch: Launch) -> int:
     """Find the run's directory and its job, submit where there is none, and follow it to its end."""
     console, scheduler = launch.console, scheduler_of(launch.config)
     scheduler.need()
+    check_storage(launch.config)
     with console.phase("plan"):
         plan = make_plan(launch.config, launch.overrides)
         check_memory(plan)
@@ -103,8 +107,9 @@ def submit_one(launch: Launch, scheduler: Scheduler, found: Claim, plan: LaunchP
             launch.console.line(f"job        {other} was submitted by another command: following it")
             return other
         copy = snapshot(Path(launch.config.paths.runs), code)
-        status = open_attempt(launch, taken, plan, code, copy)
-        if launch.config.data.prepare.where == "submit":
+        attempt = f"{taken.path}#{taken.attempt}"
+        status = open_attempt(launch, taken, plan, code, copy, attempt)
+        if launch.config.data.prepare.where != "job":
             prepare_for(launch, taken.path, status)
         with launch.console.phase("submit") as words, launch.signals.collected():
             folder = taken.path / scheduler.folder
@@ -115,10 +120,13 @@ def submit_one(launch: Launch, scheduler: Scheduler, found: Claim, plan: LaunchP
         taken.release()
 
 
-def open_attempt(launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path) -> Status:
+def open_attempt(
+    launch: Launch, taken: Claim, plan: LaunchPlan, code: CodeRecord, copy: Path, data_attempt: str
+) -> Status:
     """Write the papers of an attempt that a job will make, and say that it is queued."""
     files = papers(launch, plan, None, code, plan.data_key)
-    files["job.json"] = json.dumps(asdict(JobRecord(launch.worker, str(copy))), indent=2) + "\n"
+    record = JobRecord(launch.worker, str(copy), data_attempt)
+    files["job.json"] = json.dumps(asdict(record), indent=2) + "\n"
     runs.begin_attempt(taken, files)
     log_files(launch, taken.path)
     status = Status("queued", taken.attempt, config_digest(launch.config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,6 +51,7 @@ def run_remote_sweep(jobs: list[Job], worker: str) -> int:
         check_memory(plan)
         check_log_copy(job.config)
         job.plan, job.data_key = plan, plan.data_key
+        job.builds_data = job.config.data.prepare.where == "job"
     kind = ArraySweep if scheduler.has_arrays else SingleSweep
     return kind(jobs, plans, scheduler, worker).run()
 
@@ -77,6 +79,7 @@ class RemoteSweep(Sweep):
         self._scheduler = scheduler
         self._queue = Queue(scheduler, [])
         self._interrupted = False
+        self._attempt = f"{self._directory}#{uuid.uuid4().hex}"
 
     def _where(self) -> str:
         return f"on {self._scheduler.name}"
@@ -108,7 +111,7 @@ class RemoteSweep(Sweep):
         try:
             for job, claim in taken:
                 launch = Launch(job.config, job.overrides, self._worker, console=Console())
-                open_attempt(launch, claim, self._plans[job.name], code, copy)
+                open_attempt(launch, claim, self._plans[job.name], code, copy, self._attempt)
             self._submit_claimed(taken, copy)
         except UserError as error:
             for job, _ in taken:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,12 @@ STAND: dict[str, int] = {
     "OUT_OF_MEMORY": 137,
     "NODE_FAIL": LOST,
     "BOOT_FAIL": LOST,
+    "HELD": LOST,
 }
-"""States that stand whatever the run wrote, with their exit codes."""
+"""States that stand whatever the run wrote, with their exit codes; HELD is what `Seen` makes of a job whose
+launch failed, for it waits until somebody releases it."""
+HELD = re.compile(r"launch.failed.requeued.held", re.IGNORECASE)
+"""Reason of such a job."""
 ENDED = ("COMPLETED", "FAILED")
 """States in which the run's own status decides; all others mean that the job is alive."""
 SAVED = 75
@@ -153,7 +157,7 @@ def merge(
 def read_squeue(text: str) -> dict[str, Seen]:
     """The lines of `squeue -h -r -o '%i|%T|%r'` by job id."""
     rows = [line.strip().split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
-    return {row[0]: Seen(row[1], row[2]) for row in rows}
+    return {row[0]: Seen("HELD" if HELD.search(row[2]) else row[1], row[2]) for row in rows}
 
 
 def job_id(run: Path) -> str | None:
@@ -168,6 +172,13 @@ def read_code(text: str) -> int:
     if found is None:
         return 1
     return exit_code(-int(found[2])) if int(found[2]) else int(found[1])
+
+
+def own_id(shell: Mapping[str, str]) -> str | None:
+    """The id of the job, or of the task of an array, that this process is a part of, as squeue writes it."""
+    if "SLURM_ARRAY_JOB_ID" in shell:
+        return f"{shell['SLURM_ARRAY_JOB_ID']}_{shell['SLURM_ARRAY_TASK_ID']}"
+    return shell.get("SLURM_JOB_ID")
 
 
 def seconds_of(text: str) -> int | None:

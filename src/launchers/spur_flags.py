@@ -12,13 +12,13 @@ from src import durations
 from src.config import Config
 from src.errors import Problem, UserError
 from src.launchers.environment import SECRET
-from src.launchers.flags import OURS, Flag, asked, long_name, with_extra
+from src.launchers.flags import OURS, Flag, asked, extra_words, with_extra
 from src.launchers.spread import Spread
 from src.launchers.spur_capabilities import Capabilities, of_version
 from src.launchers.spur_table import ADDED, ALTERNATIVES, DROPPED, STEPS_ON_ALL_NODES
 
 MINE = {name: why for name, why in OURS.items() if name not in ("export", "signal")}
-"""What `launcher.extra` may not set: `export` means lines of the script here, and there is no `signal`."""
+"""What other flags may not set: `export` means lines of the script here, and there is no `signal`."""
 TIME = re.compile(r"\d+|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGkmg]?|\d+\.\d+[Gg]")
 NAME = re.compile(r"[A-Za-z_]\w*")
@@ -46,8 +46,9 @@ def spur_flags(
         UserError: all flags that this Spur lacks or cannot read, with alternatives (2).
     """
     flags = [_clocked(flag, config) for flag in asked(config, overrides, where, platform, name)]
-    flags, problems = with_extra(flags, config.launcher.extra, overrides, MINE)
-    keys = {long_name(key): f"launcher.extra.{key}" for key in config.launcher.extra}
+    extra = extra_words(config)
+    flags, problems = with_extra(flags, extra, overrides, MINE)
+    keys = {name: f"launcher.{key}" for key, name, _ in extra}
     kept = [flag for flag in flags if flag.name not in DROPPED]
     for flag in kept:
         wrong = _wrong(flag, capabilities)
@@ -66,7 +67,7 @@ def exports(config: Config) -> dict[str, str]:
 
 
 def _export_words(config: Config) -> list[str]:
-    texts = [value for key, value in config.launcher.extra.items() if long_name(key) == "export"]
+    texts = [value for _, name, value in extra_words(config) if name == "export"]
     words = (word.strip() for text in texts for word in text.split(","))
     return [word for word in words if word not in ("", "ALL")]
 

@@ -18,8 +18,9 @@ from src.launchers.spur_table import INJECTED, THREADS
 
 SCRIPT, LOG = "job.sh", "job.log"
 """In the run's folder `spur`: the script, and what the batch shell, the agents and the step print."""
-STEP = 'exec >>"$0" 2>&1; exec "$@"'
-"""Spur keeps a step's output until its end, so each agent writes to the log itself."""
+STEP = 'trap "" TERM USR1 USR2; exec >>"$0" 2>&1; exec "$@"'
+"""Spur keeps a step's output until its end, so each agent writes to the log itself; the trap is that of
+`ranks.UNMOVED`."""
 
 
 def script(

@@ -18,6 +18,7 @@ from src.errors import UserError
 from src.launchers.container import ContainerPlan
 from src.launchers.flags import Flag
 from src.launchers.node import run_node
+from src.launchers.ranks import UNMOVED
 from src.launchers.scheduler import outside_of_jobs
 
 NAMED = set(inspect.signature(slurm._make_sbatch_string).parameters)
@@ -68,11 +69,12 @@ def executor(
         side_by_side: most tasks of an array that run at the same time; None for no limit.
         container: of the runs; only pyxis is a matter of the script, for others the agent starts a runtime.
     """
-    made = Executor(folder, max_num_timeout=0)
+    unmoved = shlex.join(UNMOVED)
+    made = Executor(folder, max_num_timeout=0, python=f"{unmoved} {shlex.quote(sys.executable)}")
     wrapping: list[str] = []
     if container is not None and container.runtime == "pyxis":
         wrapping = shlex.split(container.command)
-        made.agent = f'{shlex.quote(container.python)} -m src.launchers.node "$run"'
+        made.agent = f'{unmoved} {shlex.quote(container.python)} -m src.launchers.node "$run"'
     named = {flag.name.replace("-", "_"): flag for flag in flags}
     parameters: dict[str, Any] = {"time": None, "wckey": None, "stderr_to_stdout": True}
     parameters |= {name: parameter(name, flag) for name, flag in named.items() if name in NAMED}

@@ -35,6 +35,7 @@ from src.launchers.jobs import (
 from src.launchers.launch import check_log_copy
 from src.launchers.plan import LaunchPlan, check_memory, dry_run_text, make_plan
 from src.launchers.ranks import WORKER
+from src.launchers.storage import check_storage
 from src.launchers.sweep_end import leave_failure, summary, sweep_code
 from src.launchers.watch import LOOK, Signals
 from src.machine import find_machine, visible
@@ -87,6 +88,7 @@ def run_batch(
     """
     configs = compose_jobs(loader, overrides)
     check_one_launcher(configs)
+    check_storage(configs[0])
     jobs = make_jobs(configs, overrides, typed_overrides(master), first)
     if configs[0].launcher.name in SCHEDULERS:
         from src.launchers.remote_sweep import run_remote_sweep

@@ -18,6 +18,7 @@ from src.launchers.console import Console
 from src.launchers.outcome import error_records, first_record, has_failed
 from src.launchers.ranks import Ranks, send
 from src.records import LineReader
+from src.status import read_status
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LOOK = 0.1
@@ -39,9 +40,15 @@ class Interrupted(BaseException):
 class Signals:
     """Stop signals of the launching process: raised as `Interrupted`, or collected while ranks run."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduled: bool = False) -> None:
+        """`scheduled`: a scheduler sends them, several times over, and kills by itself (AGENT-3)."""
         self.came: list[int] = []
-        self._collect = False
+        self._collect, self.scheduled = False, scheduled
+
+    @property
+    def insist(self) -> bool:
+        """Whether somebody who asked before wants the ranks killed now."""
+        return len(self.came) > 1 and not self.scheduled
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
@@ -119,6 +126,20 @@ class Screen:
                 self._console.line(f"rank {record['rank']} failed:\n{record['traceback'].rstrip()}")
 
 
+def time_left(run: Path, config: Config) -> float:
+    """Seconds until the attempt has to begin to save, by `launcher.time` and our own clock (AGENT-2).
+
+    Slurm's limit is in whole minutes; a scheduler's warning may be missed, or not be given.
+    """
+    if config.launcher.time is None:
+        return float("inf")
+    limit = seconds(config.launcher.time)
+    if config.launcher.name == "slurm":
+        limit = 60 * -(-limit // 60)
+    started = float((read_status(run) or {}).get("started") or time.time())
+    return limit - seconds(config.launcher.grace) - max(0.0, time.time() - started)
+
+
 class Watcher:
     """Starts the ranks of one run, or of one of its nodes, and looks at them until all have ended."""
 
@@ -145,7 +166,7 @@ class Watcher:
         """
         self._run, self._config, self._slack = run, config, slack
         self._console, self._signals, self._screen = console, signals, screen
-        self._lost = lost
+        self._deadline, self._lost = time.monotonic() + time_left(run, config), lost
         self._asked: float | None = None
         self._failed: float | None = None
         self._killed = False
@@ -170,19 +191,17 @@ class Watcher:
     def _look_for_stop(self, ranks: Ranks) -> None:
         came = self._signals.came
         now = time.monotonic()
-        if came and self._asked is None:
+        if self._asked is None and (came or now > self._deadline):
             self._asked = now
-            (self._run / "control" / "stop").write_text(signal.Signals(came[0]).name + "\n")
-            self._console.line(f"{signal.Signals(came[0]).name}: saving, then stopping; once more kills")
+            why = signal.Signals(came[0]).name if came else f"launcher.time={self._config.launcher.time}"
+            (self._run / "control" / "stop").write_text(f"{why}\n")
+            once_more = "" if self._signals.scheduled else "; once more kills"
+            self._console.line(f"{why}: saving, then stopping{once_more}")
         grace = seconds(self._config.launcher.grace) + self._slack
         overdue = self._asked is not None and now - self._asked > grace
-        if len(came) > 1 or overdue:
-            self._kill(
-                ranks,
-                "a second signal"
-                if len(came) > 1
-                else f"launcher.grace={self._config.launcher.grace} is over",
-            )
+        if self._signals.insist or overdue:
+            over = f"launcher.grace={self._config.launcher.grace} is over"
+            self._kill(ranks, "a second signal" if self._signals.insist else over)
 
     def _look_for_errors(self, ranks: Ranks) -> None:
         reason = self._lost()

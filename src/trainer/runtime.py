@@ -21,11 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from src.config import Config, MeshConfig
+from src.digest import config_digest
 from src.durations import seconds
 from src.errors import UserError
 from src.trainer import determinism
 from src.trainer.parallel.layout import AXES, Coordinates, coordinates, sizes
 from src.trainer.parallel.timeouts import FIRST, wait_at_most
+from src.trainer.same_run import check_same
 
 T = TypeVar("T")
 
@@ -145,6 +147,7 @@ def start(config: Config) -> Runtime:
     if world == 1:
         return join(config.mesh, rank, local_rank, device)
     store, steady = meet(config, rank, world), timedelta(seconds=seconds(config.launcher.collective_timeout))
+    check_same(store, rank, config_digest(config))
     backend = "nccl" if device.type == "cuda" and not config.launcher.share_device else "gloo"
     dist.init_process_group(
         backend,

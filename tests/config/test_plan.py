@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from dataclasses import replace
 from math import prod
@@ -13,6 +14,7 @@ import pytest
 from src.compose import compose
 from src.config import Config, PipelineConfig
 from src.errors import UserError
+from src.launchers import rank_plans
 from src.launchers.activations import layer_of
 from src.launchers.layer_form import form_of
 from src.launchers.memory import rank_memory
@@ -249,6 +251,35 @@ def test_many_ranks_stay_readable(base: Config) -> None:
     assert len(plan.ranks) == 64
     assert plan.text().count("rank ") == 16 + 1
     assert "and 48 more ranks" in plan.text()
+
+
+@pytest.mark.parametrize("spec", ["pp4dp3ep2", "dp7ep2", "rep2dp5", "pp2dp9ep4"])
+def test_ranks_of_one_kind_are_counted_once(base: Config, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PLAN, PROJ-1: by kinds each rank holds what it holds alone; where few are listed, the counts add up."""
+    base.global_batch_size = 10080
+    config = on(base, spec)
+    alone = [rank_memory(config, rank, "cpu") for rank in range(config.mesh.world)]
+    assert [rank.memory for rank in make_plan(config, [], CPU).ranks] == alone
+    monkeypatch.setattr(rank_plans, "MOST_RANKS", 3)
+    few = make_plan(config, [], CPU)
+    assert len(few.ranks) < len(alone) == sum(rank.count for rank in few.ranks)
+    assert [alone[rank.rank] for rank in few.ranks] == [rank.memory for rank in few.ranks]
+    assert few.memory.needed == sum(memory.total for memory in alone)
+    assert sum(rank.count * rank.memory.parameters for rank in few.ranks) == sum(m.parameters for m in alone)
+    monkeypatch.setattr(rank_plans, "_edges", lambda config, of_experts: [])
+    assert make_plan(config, [], CPU).memory.needed != few.memory.needed
+
+
+def test_a_plan_for_ten_thousand_nodes(base: Config) -> None:
+    """PLAN: 80,000 ranks on 10,000 nodes in less than a second, in a page of JSON."""
+    base.global_batch_size = 160_000
+    base.launcher.name, base.launcher.gpus_per_node, base.launcher.force = "slurm", 8, True
+    began = time.monotonic()
+    plan = make_plan(on(base, "pp2dp5000ep8"), [], Machine("cuda", 8, None, "unprobed: a test"))
+    text = dry_run_text(plan)
+    assert time.monotonic() - began < 1
+    assert (plan.nodes, plan.world, sum(rank.count for rank in plan.ranks)) == (10_000, 80_000, 80_000)
+    assert len(text) < 20_000
 
 
 def test_the_machine(base: Config, tmp_path: Path) -> None:

@@ -277,7 +277,6 @@ def bad(**changes: Any) -> Config:
     ("config", "words"),
     [
         *[(bad(data__kind=kind), [kind, "reserved"]) for kind in keys.RESERVED],
-        (bad(data__prepare__where="job"), ["reserved"]),
         (bad(data__prefetch=0), ["data.prefetch"]),
         (bad(data__prepare__workers=-1), ["data.prepare.workers"]),
         (bad(sequence_length=1), ["sequence_length"]),

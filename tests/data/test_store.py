@@ -263,7 +263,7 @@ def test_what_was_published_before_the_lease_was_ours_is_taken(
     """The other builder may finish between a look at the store and the lease."""
     take = Lease.take
 
-    def late(path: Path) -> Lease | None:
+    def late(path: Path, attempt: str = "") -> Lease | None:
         monkeypatch.setattr(Lease, "take", take)
         ensure(make(tmp_path), Builder())
         return take(path)

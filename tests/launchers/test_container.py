@@ -75,7 +75,7 @@ MOUNTS = " ".join(
     ]
 )
 BINDS = "--bind=/c:/c --bind=/code:/code:ro --bind=/d:/d --bind=/models/hub:/models/hub --bind=/r:/r:ro"
-INNER = "python3 -m agent"
+INNER = """/bin/sh -c 'trap "" TERM USR1 USR2; exec "$0" "$@"' python3 -m agent"""
 MEMLOCK = "--ulimit=memlock=-1 --ulimit=stack=67108864 --user=1000:100"
 TABLE = {
     (
@@ -249,7 +249,9 @@ def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     script, plan = planned("pyxis", "lab+t:2")
     (line,) = (line for line in script.splitlines() if line.startswith("srun "))
     assert f"--container-image=lab+t:2 --container-mounts=/c:/c,/d:/d,{tmp_path}:{tmp_path} --no-con" in line
-    assert line.endswith(' /opt/python -m src.launchers.node "$run"')
+    assert line.endswith(
+        """ 'trap "" TERM USR1 USR2; exec "$0" "$@"' /opt/python -m src.launchers.node "$run\""""
+    )
     other = planned("pyxis", "lab+t:3")[1]
     assert groups([plan, other, plan]) == [[0, 2], [1]]
 

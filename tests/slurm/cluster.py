@@ -1,7 +1,9 @@
-"""A Slurm of two nodes on this one machine, for tests: `cluster.py start FOLDER`, `cluster.py stop FOLDER`.
+"""A Slurm of three nodes on this one machine, for tests: `cluster.py start FOLDER`, `cluster.py stop FOLDER`.
 
 As root. `start` installs Debian's packages if they are missing and apt is there, and starts munge, a
-controller and two slurmd that pretend to be hosts n1 and n2 with eight cores each. Commands find it by
+controller and three slurmd that pretend to be hosts n1 to n3 with eight cores each. n3 is for tests that
+disturb a node: jobs of its partition `high` preempt those of `again`, which are queued again after 15 s, and
+of `gone`, which are not. Commands find it by
 `SLURM_CONF=FOLDER/slurm.conf`. There is no accounting, so sacct has nothing to say. `stop` ends the processes
 that `start` noted.
 """
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 CONFIG = """\
 ClusterName=two
 SlurmctldHost={host}(127.0.0.1)
@@ -50,9 +52,15 @@ SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sc
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=2000 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=2000 State=UNKNOWN
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=8 RealMemory=2000 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PreemptMode=OFF
+PartitionName=again Nodes=n3 MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=15
+PartitionName=gone Nodes=n3 MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL GraceTime=15
+PartitionName=high Nodes=n3 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -67,7 +75,7 @@ def start(folder: Path) -> None:
     folder.chmod(0o755)
     name_hosts()
     host = socket.gethostname().partition(".")[0]
-    text = CONFIG.format(folder=folder, host=host, ports=free_ports(3))
+    text = CONFIG.format(folder=folder, host=host, ports=free_ports(1 + len(NODES)))
     (folder / "slurm.conf").write_text(text)
     start_munge(folder)
     subprocess.run(["slurmctld"], check=True)

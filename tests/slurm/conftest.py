@@ -16,6 +16,7 @@ import pytest
 
 from src.code_identity import CHECKOUT
 from src.records import read_json
+from tests.launchers.secrets import SECRETS, CommandLines
 
 TINY = (
     "data=synthetic",
@@ -43,6 +44,7 @@ class Cluster:
 
     folder: Path
     started: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    lines: CommandLines = field(default_factory=CommandLines)
 
     def start(self, name: str, *words: str, environment: dict[str, str] | None = None) -> None:
         """Start a command whose output goes to `<name>.log`."""
@@ -51,7 +53,7 @@ class Cluster:
             self.started[name] = subprocess.Popen(
                 [*words],
                 cwd=CHECKOUT,
-                env={**env, **(environment or {})},
+                env={**env, **SECRETS, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -110,7 +112,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     sacct = made.folder / "bin" / "sacct"
     sacct.write_text(f"#!/bin/sh\ntouch {made.folder}/sacct-was-called\nexit 1\n")
     sacct.chmod(0o755)
-    yield made
+    with made.lines:
+        yield made
     for process in made.started.values():
         if process.poll() is None:
             process.kill()

@@ -17,6 +17,7 @@ import pytest
 from src.code_identity import CHECKOUT
 from src.launchers.hostlist import expand
 from src.records import read_json, read_steps
+from tests.launchers.secrets import found_in, named_in
 from tests.slurm.conftest import TINY, Cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
@@ -234,6 +235,13 @@ def test_nothing_is_left(busy: Cluster) -> None:
     """The queue is empty, and nobody asked sacct."""
     wait_for(lambda: queue() == "", 30)
     assert not (busy.folder / "sacct-was-called").exists()
+
+
+def test_no_secret_is_written_or_on_a_command_line(busy: Cluster) -> None:
+    """CFG-16, ENV-3: scripts, plans, logs, status, reports and what anybody sees in the list of processes."""
+    assert any("src.launchers.batch finish" in line for line in busy.lines.seen)
+    assert found_in(busy.folder) == []
+    assert named_in("\n".join(busy.lines.seen)) == []
 
 
 def test_a_stopped_job_is_queued_again_and_scancel_is_not_undone(cluster: Cluster) -> None:

@@ -149,6 +149,53 @@ def test_extra_flags() -> None:
     assert flags.long_name("--cpus-per-task") == flags.long_name("c") == "cpus-per-task"
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("-N 2", {"nodes": "2"}),
+        ("-N2", {"nodes": "2"}),
+        ("--nodes 2", {"nodes": "2"}),
+        ("--nodes=2", {"nodes": "2"}),
+        ("--nodes=2-4", {"nodes": "2-4"}),
+        ("-pgpu -Jx -t 1:00", {"partition": "gpu", "job-name": "x", "time": "1:00"}),
+        ("-qhigh -xn[3-4] -Cfast", {"qos": "high", "exclude": "n[3-4]", "constraint": "fast"}),
+        ("--exclusive --mem=1G", {"exclusive": "true", "mem": "1G"}),
+        ("--exclusive=user", {"exclusive": "user"}),
+        ('--comment="a b=c"', {"comment": "a b=c"}),
+        ("--gres=x:1 --mem=1 --gres=x:2", {"mem": "1", "gres": "x:2"}),
+        ("--unknown --other=1 -- -p x", {"unknown": "true", "other": "1"}),
+        ("", {}),
+    ],
+)
+def test_words_of_a_command_line(words: str, found: dict[str, str]) -> None:
+    """FLAG: every spelling, values with blanks, unknown flags in order, the last of a name, `--` ends."""
+    assert list(flags.parse_words(words).items()) == list(found.items())
+
+
+@pytest.mark.parametrize("words", ["gpu", "-Z3", "-", "--mem=1 big 2", "--exclusive user", '--comment="a'])
+def test_words_that_are_no_flags(words: str) -> None:
+    """FLAG: refused with the word."""
+    with pytest.raises(UserError, match=r"is no flag of sbatch|No closing quotation"):
+        flags.parse_words(words)
+
+
+def test_the_last_layer_of_a_flag_decides() -> None:
+    """FLAG: preset, site, command line: a typed key goes before a site's other spelling of the same flag."""
+    config = made("launcher.partition=a", "+launcher.extra.p=b", 'launcher.flags="--mem=1 -pc"')
+    for typed, partition in (
+        (["launcher.partition=a"], "a"),
+        (["+launcher.extra.p=b"], "b"),
+        (["launcher.partition=a", "launcher.flags=x"], "c"),
+        ([], "c"),
+    ):
+        shown = [flag for flag in make_plan(config, typed).flags if flag.name == "partition"]
+        assert [flag.value for flag in shown] == [partition]
+    same = made("launcher.nodes=1", "launcher.flags=-N1")
+    assert [flag.value for flag in make_plan(same, []).flags if flag.name == "nodes"] == ["1"]
+    with pytest.raises(UserError, match=r"--nodes=2 .*launcher\.nodes, --nodes=1 .*contradicts"):
+        make_plan(made("launcher.nodes=1", "launcher.flags=-N2"), [])
+
+
 @pytest.mark.parametrize("key", ["nodes", "N", "ntasks_per_node", "signal", "o", "array"])
 def test_extra_flags_that_contradict(key: str) -> None:
     """FLAG: what the plan decides is not decided twice."""
@@ -198,6 +245,8 @@ def test_squeue_lines() -> None:
     """SLURM-2: ids of arrays, reasons with blanks; other lines are none."""
     found = read_squeue("12_0|RUNNING|None\n13|PENDING|Nodes required, DOWN\nslurm_load_jobs error\n")
     assert found == {"12_0": Seen("RUNNING", "None"), "13": Seen("PENDING", "Nodes required, DOWN")}
+    held = read_squeue("14|PENDING|launch failed requeued held\n15|PENDING|JobHeldUser\n")
+    assert [seen.is_alive for seen in held.values()] == [False, True]
 
 
 def test_variables_of_an_outer_job_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +270,7 @@ def test_script_and_submission_are_one_text(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert f"runs=({plan.run_directory})" in text
     assert "--kill-on-bad-exit=1" in text
+    assert f"""/bin/sh -c 'trap "" TERM USR1 USR2; exec "$0" "$@"' {sys.executable} -u -m submitit""" in text
     assert "#SBATCH --wckey" not in text
     assert "#SBATCH --time=60" in text
     assert "PYTHONSAFEPATH=1" in text

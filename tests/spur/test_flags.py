@@ -139,6 +139,10 @@ def test_flags_in_the_spelling_of_spur() -> None:
     found = table("launcher.time=1d90s", "launcher.partition=a", "+launcher.extra.p=b", "mesh=ep2")
     assert found["time"] == ("1-00:01:30", "launcher.time (command line), normalised to D-HH:MM:SS")
     assert found["partition"] == ("b", "launcher.extra.p (command line)")
+    words = table('launcher.flags="-pc --mem=8G --exclusive"', "launcher.partition=a")
+    assert [words[name][0] for name in ("partition", "mem", "exclusive")] == ["c", "8G", "true"]
+    with pytest.raises(UserError, match=r"launcher\.flags: sbatch of Spur .* has no --nice"):
+        table('launcher.flags="--nice=5"')
     assert found["cpus-per-task"][0] == "2"
     assert "signal" not in found
     assert table("launcher.gpus_per_node=4", "mesh=pp2ep2", "launcher.nodes=2")["gpus-per-node"][0] == "2"

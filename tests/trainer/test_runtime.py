@@ -13,6 +13,7 @@ import torch.distributed as dist
 from src.config import LauncherConfig, MeshConfig
 from src.errors import UserError
 from src.trainer.runtime import start
+from src.trainer.same_run import check_same
 from tests.trainer.small import small_config
 
 
@@ -30,3 +31,18 @@ def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_config_says(tmp_pat
         start(away)
     assert late.value.code == 6
     assert not dist.is_initialized()
+
+
+def test_ranks_of_another_run_and_a_rank_that_comes_twice_are_named() -> None:
+    """RANK-1: exit 6 before any collective, with both configs, or the rank."""
+    store = dist.HashStore()
+    check_same(store, 0, "a" * 64)
+    check_same(store, 1, "a" * 64)
+    with pytest.raises(
+        UserError, match=r"rank 2 has the config bbbbbbbbbbbb, rank 0 aaaaaaaaaaaa"
+    ) as refused:
+        check_same(store, 2, "b" * 64)
+    assert refused.value.code == 6
+    with pytest.raises(UserError, match="rank 1 came twice") as refused:
+        check_same(store, 1, "a" * 64)
+    assert refused.value.code == 6

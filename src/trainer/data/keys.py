@@ -150,10 +150,6 @@ def check(config: Config) -> list[Problem]:
 
 
 _RULES: tuple[Rule, ...] = (
-    (
-        lambda c: c.data.prepare.where == "job",
-        *("data.prepare.where", "job is reserved and does not exist yet", "data.prepare.where=submit"),
-    ),
     (lambda c: c.data.prefetch < 1, "data.prefetch", "must be at least 1", "data.prefetch=2"),
     (lambda c: c.data.prepare.workers < 0, "data.prepare.workers", "is negative", "data.prepare.workers=0"),
     (lambda c: c.sequence_length < 2, "sequence_length", "must be at least 2", "sequence_length=256"),

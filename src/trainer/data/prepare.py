@@ -42,17 +42,18 @@ class Stored:
     """None for a tokenizer that is not trained."""
 
 
-def prepare(config: Config, report: Report) -> Prepared:
+def prepare(config: Config, report: Report, attempt: str = "") -> Prepared:
     """Build tokenizer, token artifact and packing plans that are not in the store yet.
 
-    `report` takes a line for each that is built. Raises UserError (4) if one cannot be built, and at once if
-    one is missing under `data.prepare.where=never`.
+    `report` takes a line for each that is built; what fails for one process fails for all that work for the
+    same `attempt` (LEASE-6). Raises UserError (4) if one cannot be built, and at once if one is missing under
+    `data.prepare.where=never`.
     """
     if config.data.kind == "synthetic":
         return Prepared(None, None, False)
     may_build = config.data.prepare.where != "never"
     identity = identify(config, remember=may_build)
-    store = _store(config, report)
+    store = _store(config, report, attempt)
     if not may_build:
         return Prepared(identity.key, open_stored(config, identity.key).tokens.path, False)
     tokenizer = _ensure_tokenizer(config, identity, store, report)
@@ -96,8 +97,8 @@ def open_stored(config: Config, key: str) -> Stored:
         raise UserError(f"data {key} is not ready: {reason}. Build it with: {command}", code=4) from reason
 
 
-def _store(config: Config, report: Report) -> Store:
-    return Store(Path(config.paths.data), seconds(config.data.prepare.timeout), report)
+def _store(config: Config, report: Report, attempt: str = "") -> Store:
+    return Store(Path(config.paths.data), seconds(config.data.prepare.timeout), report, attempt)
 
 
 def _ensure_tokens(

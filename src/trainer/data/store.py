@@ -2,6 +2,7 @@
 
 <root>/<section>/<key>/      manifest.json and the files it names        exists means complete
 <root>/<section>/<key>.d/    lease, beat                                 who builds
+<root>/<section>/<key>.d/attempts/<attempt>.json                         why a build failed
 <root>/<section>/.tmp-<key>-<host>-<pid>-<uuid>/                         a build under way
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import UserError
+from src.trainer.data import failures
 from src.trainer.data.files import hash_file
 from src.trainer.data.keys import Record, canonical, key_of
 from src.trainer.data.lease import POLL_LIMIT_SECONDS, POLL_SECONDS, Lease, Watch
@@ -49,10 +51,12 @@ class NotReadyError(Exception):
 class Store:
     """The artifacts below one directory."""
 
-    def __init__(self, root: Path, timeout: float, report: Report) -> None:
+    def __init__(self, root: Path, timeout: float, report: Report, attempt: str = "") -> None:
+        """`attempt`: what this is for; a build that failed for it is not tried again (LEASE-6)."""
         self.root = root
         self._timeout = timeout
         self._report = report
+        self._attempt = attempt
 
     def directory(self, section: str, key: str) -> Path:
         """Where the artifact is, or would be."""
@@ -82,9 +86,11 @@ class Store:
         while True:
             if (found := self._find(section, key)) is not None:
                 return found, False
-            lease = Lease.take(lease_path)
+            failures.check(lease_path, self._attempt)
+            lease = Lease.take(lease_path, self._attempt)
             if lease is not None:
-                with lease:
+                with lease, failures.recorded(lease_path, self._attempt):
+                    failures.check(lease_path, self._attempt)
                     built = self._build(section, record, build, lease)
                 if built is not None:
                     return built
