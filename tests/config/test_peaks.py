@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from scripts import bench_model
 from src.bench.record import read_current
 from src.compose import compose
 from src.config import Config
@@ -47,6 +49,12 @@ def estimate(words: tuple[str, ...], fused: bool) -> int:
     return Estimate(config, "cuda", replace(form_of(config, "cuda"), fused=fused)).of(0).total
 
 
+def of_both_sides(command: str) -> list[str]:
+    """Overrides that a command gives to both sides: its words that are no option's."""
+    given = bench_model.parser().parse_intermixed_args(shlex.split(command)[2:])
+    return list(given.overrides)
+
+
 def recorded() -> Iterator[tuple[tuple[str, ...], bool, float]]:
     """Overrides, form and peak bytes of our side in `benchmarks/bench_model.jsonl`."""
     for line in read_current(ROOT / "benchmarks/bench_model.jsonl"):
@@ -57,6 +65,7 @@ def recorded() -> Iterator[tuple[tuple[str, ...], bool, float]]:
         words += [f"precision={case['precision']}", f"recompute={case['recompute']}"]
         words += [f"global_batch_size={case['tokens'] // case['seq']}", f"model.num_layers={case['layers']}"]
         experts = line["kernels"]["operations"].get("local_experts", {"choice": "eager"})
+        words += of_both_sides(line["command"])
         yield (*words, *line["comparison"]["ours"]), experts["choice"] != "eager", peak * GIB
 
 
