@@ -37,7 +37,9 @@ OPERATIONS = {
 }
 """Script of operations → its results."""
 NOTHING = "Nothing has been recorded yet."
-SCHEMA = tuple(ROOT / "src" / name for name in ("config.py", "config_compute.py", "models/schema.py"))
+SCHEMA = tuple(
+    ROOT / "src" / name for name in ("config.py", "config_compute.py", "config_launch.py", "models/schema.py")
+)
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ def help_text() -> str:
         f"Keys of every run\n{keys}\n\n"
         "Read on\n"
         "  conf/README.md       every group and option in a sentence\n"
-        "  src/config.py        with src/config_compute.py: every key, its type, default and sentence\n"
+        "  src/config.py        with its parts, src/config_*.py: every key, its type, default and sentence\n"
         "  --cfg job            the composed config; --info defaults shows where it comes from"
     )
 

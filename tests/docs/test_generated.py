@@ -14,7 +14,7 @@ from src.compose import config_loader
 from src.overrides import Groups
 from tests.docs.commands import ROOT
 
-SCHEMA = ("src/config.py", "src/config_compute.py", "src/models/schema.py")
+SCHEMA = ("src/config.py", "src/config_compute.py", "src/config_launch.py", "src/models/schema.py")
 SENTENCE = re.compile(r"[A-Z0-9`].*[.:]", re.DOTALL)
 
 
