@@ -117,7 +117,8 @@ def test_bench_9_mistakes_and_failures_leave_nothing(
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_bench_9_an_interrupt_leaves_nothing(checkout: Path, number: signal.Signals) -> None:
     """BENCH-9: in the middle of a run worktree, runs and the process that trains are gone."""
-    code = (
+    code = (  # A shell ignores SIGINT for what it starts in the background, and what that starts inherits it.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import sys, tempfile, pathlib; from src.bench import trees; from scripts import bench_compare;"
         "trees.CHECKOUT = pathlib.Path(sys.argv[1]); tempfile.tempdir = sys.argv[2];"
         "sys.exit(bench_compare.main(['HEAD', 'sleep=60']))"
