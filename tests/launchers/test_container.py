@@ -38,6 +38,13 @@ SHELL = {
 NAMES = ("HF_HOME", "HF_TOKEN", "MINE_A", "NCCL_DEBUG")
 
 
+@pytest.fixture(autouse=True)
+def no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor sets the place of its cache where it compiles, and a set one is mounted."""
+    for name in container.CACHES:
+        monkeypatch.delenv(name, raising=False)
+
+
 @cache
 def base() -> Config:
     return compose(["data=stdlib", "paths.runs=/r", "paths.data=/d", "paths.cache=/c"]).config
