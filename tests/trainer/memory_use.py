@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,11 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Most bytes that `work` allocates on the CPU at one time, by the events of torch's profiler."""
+    """Most bytes that `work` allocates on the CPU at one time, by the events of torch's profiler.
+
+    What others have left goes first: freed meanwhile, it would be taken off.
+    """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         work()
     results: Any = found.profiler
