@@ -49,8 +49,10 @@ def measure(root: Path, cases: list[tuple[str, ...]]) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 def test_proj_1_states_are_those_of_the_ranks(tmp_path: Path) -> None:
-    """Weights, gradients and moments to the byte; the fullest moment of a step within a quarter, for what ranks
-    send lives longer where they wait for each other (a fifth was seen on busy cores)."""
+    """Weights, gradients and moments to the byte; the fullest moment of a step within a quarter.
+
+    What ranks send lives longer where they wait for each other: a fifth was seen on busy cores.
+    """
     found = run(2, measure, tmp_path, CASES)
     for number, case in enumerate(CASES):
         for rank in range(2):
