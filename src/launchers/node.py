@@ -192,11 +192,11 @@ def watch_ranks(
 
 
 def stop_before_limit(run: Path, config: Config, place: Place) -> None:
-    """Ask for a stop `launcher.grace` before the time limit where no signal of Slurm does (AGENT-2).
+    """Ask for a stop `launcher.grace` before a partition's own limit where no signal of Slurm does (AGENT-2).
 
-    The watcher knows `launcher.time` alone; a partition's own limit is known to the queue.
+    Only the queue knows that one; the watcher keeps `launcher.time`, if that is set.
     """
-    if config.launcher.name != "slurm" or is_signalled(config) or place.node:
+    if config.launcher.name != "slurm" or is_signalled(config) or config.launcher.time or place.node:
         return
     left = scheduler_of(config).time_left(str(place.job))
     if left is not None:

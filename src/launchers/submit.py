@@ -31,6 +31,8 @@ class Executor(slurm.SlurmExecutor):
 
     agent: str | None = None
     """What srun starts in place of submitit's own command, which wants submitit in the image of pyxis."""
+    is_signalled: bool = True
+    """Whether the job is told of its limit; submitit asks for that whatever its parameters say."""
 
     @property
     def _submitit_command_str(self) -> str:
@@ -40,6 +42,12 @@ class Executor(slurm.SlurmExecutor):
     def affinity(cls) -> int:
         """Always usable."""
         return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = str(super()._make_submission_file_text(command, uid))
+        if self.is_signalled:
+            return text
+        return "\n".join(line for line in text.split("\n") if not line.startswith("#SBATCH --signal="))
 
     def script(self, tasks: int) -> str:
         """The script that submitting `tasks` runs hands to sbatch."""
@@ -76,6 +84,7 @@ def executor(
         wrapping = shlex.split(container.command)
         made.agent = f'{unmoved} {shlex.quote(container.python)} -m src.launchers.node "$run"'
     named = {flag.name.replace("-", "_"): flag for flag in flags}
+    made.is_signalled = "signal" in named
     parameters: dict[str, Any] = {"time": None, "wckey": None, "stderr_to_stdout": True}
     parameters |= {name: parameter(name, flag) for name, flag in named.items() if name in NAMED}
     others = {flag.name: parameter(name, flag) for name, flag in named.items() if name not in NAMED}

@@ -241,7 +241,8 @@ def test_no_container_is_valid() -> None:
 
 
 def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CONT-1, PLAN-7: pyxis adds flags and an agent to the line of srun; other runtimes change nothing."""
+    """CONT-1, PLAN-7: pyxis adds flags and an agent to the line of srun; podman's script asks for no signal,
+    which submitit adds by itself; other runtimes change nothing."""
     pytest.importorskip("submitit", reason="submitit is not installed")
     from src.launchers.remote_sweep import groups
 
@@ -253,6 +254,8 @@ def test_pyxis_is_a_matter_of_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     bare, _ = planned("none", "i")
     assert planned("apptainer", "i")[0] == bare
+    (signal,) = (line for line in bare.splitlines(keepends=True) if "--signal" in line)
+    assert planned("podman", "i")[0] == bare.replace(signal, "")
     script, plan = planned("pyxis", "lab+t:2")
     (line,) = (line for line in script.splitlines() if line.startswith("srun "))
     assert f"--container-image=lab+t:2 --container-mounts=/c:/c,/d:/d,{tmp_path}:{tmp_path} --no-con" in line
@@ -272,6 +275,11 @@ def test_podman_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     stop = tmp_path / "control" / "stop"
     for name, number in (("docker", 0), ("podman", 1)):
         node.stop_before_limit(tmp_path, boxed(name, "i", "slurm"), node.Place(number, 2, "n1", 7))
+    time.sleep(1.2)
+    assert not stop.exists()
+    timed = boxed("podman", "i", "slurm")
+    timed = replace(timed, launcher=replace(timed.launcher, time="2m"))
+    node.stop_before_limit(tmp_path, timed, node.Place(0, 2, "n1", 7))  # The watcher keeps that one.
     time.sleep(1.2)
     assert not stop.exists()
     node.stop_before_limit(tmp_path, boxed("podman", "i", "slurm"), node.Place(0, 2, "n1", 7))
