@@ -49,10 +49,7 @@ def measure(root: Path, cases: list[tuple[str, ...]]) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 def test_proj_1_states_are_those_of_the_ranks(tmp_path: Path) -> None:
-    """Weights, gradients and moments to the byte; the fullest moment of a step within a quarter.
-
-    What ranks send lives longer where they wait for each other: a fifth was seen on busy cores.
-    """
+    """Weights, gradients and moments to the byte; the fullest moment of a step within a sixth."""
     found = run(2, measure, tmp_path, CASES)
     for number, case in enumerate(CASES):
         for rank in range(2):
@@ -60,4 +57,4 @@ def test_proj_1_states_are_those_of_the_ranks(tmp_path: Path) -> None:
             states = (plan.weights, plan.gradients, plan.optimizer)
             assert states == (use["weights"], use["gradients"], use["optimizer"]), (case, rank)
             beside = plan.total - plan.weights - plan.optimizer
-            assert abs(beside / use["beside"] - 1) < 1 / 4, (case, rank, beside, use["beside"])
+            assert abs(beside / use["beside"] - 1) < 1 / 6, (case, rank, beside, use["beside"])
