@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 from src.code_identity import package_version, toolkit
@@ -41,10 +42,10 @@ def is_writable(directory: Path) -> bool:
     """Whether a file can be made, renamed and removed there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{os.getpid()}"
-        probe.write_text("")
-        probe.rename(directory / f".probed-{os.getpid()}")
-        (directory / f".probed-{os.getpid()}").unlink()
+        # Under a name of its own: nodes that share the directory may have processes of one number.
+        handle, name = tempfile.mkstemp(prefix=".probe-", dir=directory)
+        os.close(handle)
+        Path(name).rename(f"{name}-moved").unlink()
     except OSError:
         return False
     return True

@@ -20,7 +20,6 @@ from src.trainer.parallel.precision import precision_of
 from src.trainer.parallel.shards import local
 from src.trainer.runtime import Runtime
 
-
 STEPS = 5
 """Steps of which the leanest counts: a thread of gloo's gives back what it sent when it gets to it, up to a
 fifth of a step's peak later than the step itself needs it."""
