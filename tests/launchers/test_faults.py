@@ -99,6 +99,29 @@ def test_an_attempt_keeps_its_own_time(config: Config, tmp_path: Path) -> None:
     assert 79 < time_left(tmp_path, replace(config, launcher=replace(config.launcher, name="slurm"))) <= 80
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "spur", "local"])
+def test_the_agent_of_a_job_sees_to_the_data_before_ranks(
+    config: Config, launcher: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PREP-3: the agent of a submitted job asks for its data, and starts no rank if they cannot be built."""
+    asked = []
+
+    def ensure(run: Path, config: Config, number: int) -> None:
+        asked.append(number)
+        raise UserError("no data", code=4)
+
+    monkeypatch.setattr(node, "ensure_data", ensure)
+
+    def start(*_: object) -> None:
+        raise RuntimeError("a rank starts")
+
+    monkeypatch.setattr(node, "start", start)
+    config = replace(config, launcher=replace(config.launcher, name=launcher))
+    with pytest.raises(RuntimeError if launcher == "local" else UserError):
+        node.watch_ranks(tmp_path, config, node.Place(0, 1, "n1", 7), Signals(), None, lambda: None)
+    assert asked == ([] if launcher == "local" else [0])
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM])
 def test_a_rank_that_is_still_importing_outlives_a_signal(number: int, tmp_path: Path) -> None:
     """SUB-4, AGENT-2: the scheduler's warning comes to every process, also before it has handlers."""
