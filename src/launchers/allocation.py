@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ def check_nodes(config: Config, overrides: Sequence[str]) -> list[NodeReport]:
     limit = seconds(config.platform.thresholds.probe) + START
     script = [sys.executable, str(CHECKOUT / "scripts" / "doctor.py"), "--json", *overrides]
     count = str(len(hosts))
-    command = ["srun", "-N", count, "-n", count, "--overlap", *script]
+    command = ["srun", "-N", count, "-n", count, "--overlap", "--label", *script]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     try:
         process = subprocess.Popen(
@@ -50,23 +51,32 @@ def check_nodes(config: Config, overrides: Sequence[str]) -> list[NodeReport]:
         raise UserError(f"srun cannot be started: {error.strerror}", code=3) from error
     try:
         output = process.communicate(timeout=limit)[0]
+        lost = Check("answer", "failed", f"no report; srun ended with code {process.returncode}")
     except subprocess.TimeoutExpired as late:
         process.terminate()
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-    return arrange(hosts, output, f"no answer within {limit:.0f} s", config.platform.name)
+        lost = Check("answer", "timeout", f"no answer within {limit:.0f} s")
+    return arrange(hosts, output, lost, config.platform.name)
 
 
-def arrange(hosts: Sequence[str], output: str, silent: str, platform: str) -> list[NodeReport]:
-    """The reports among the lines of `output`, one for each host."""
-    found = {report.node: report for report in map(read_report, output.splitlines()) if report is not None}
-    lost = Check("answer", "timeout", silent)
+def arrange(hosts: Sequence[str], output: str, lost: Check, platform: str) -> list[NodeReport]:
+    """The reports in what `srun --label` printed, one for each host; `lost` stands for a missing one.
+
+    srun passes a task's output on in messages of 1 KiB, which mix with those of other tasks even within a
+    line; `--label` puts the task's number before each message and ends it, so a report is the sum of its
+    task's lines.
+    """
+    said: dict[str, str] = {}
+    for task, text in re.findall(r"^ *(\d+): (.*)$", output, re.MULTILINE):
+        said[task] = said.get(task, "") + text
+    found = {report.node: report for report in map(read_report, said.values()) if report is not None}
     return [found.get(host, NodeReport(host, time.time(), platform, [lost])) for host in hosts]
 
 
-def read_report(line: str) -> NodeReport | None:
-    """A report from its line of JSON; None for another line."""
+def read_report(text: str) -> NodeReport | None:
+    """The report that starts somewhere in `text`; None where there is none."""
     try:
-        fields: dict[str, Any] = json.loads(line)
+        fields: dict[str, Any] = json.JSONDecoder().raw_decode(text[text.index('{"schema"') :])[0]
         checks = [Check(**check) for check in fields["checks"]]
         return NodeReport(fields["node"], fields["time"], fields["platform"], checks, fields["schema"])
     except (ValueError, KeyError, TypeError):

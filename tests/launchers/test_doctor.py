@@ -131,8 +131,14 @@ def test_nodes_of_a_job(tmp_path: Path) -> None:
     """CHECK-2: a report for each host of the job, silent ones too; lists that sbatch and `exclude` read."""
     good = NodeReport("n2", 1.0, "cpu", [Check("disk", "ok", "")])
     bad = NodeReport("n3", 1.0, "cpu", [Check("disk", "failed", "")])
-    output = "\n".join(["slurm: a line of another", *(json.dumps(report.json()) for report in (bad, good))])
-    reports = allocation.arrange(["n1", "n2", "n3"], output, "silent", "cpu")
+    lines = [json.dumps(report.json()) for report in (bad, good)]
+    pieces = [
+        f" {task}: {line[start : start + 40]}"
+        for start in range(0, 400, 40)
+        for task, line in enumerate(lines)
+    ]
+    output = "\n".join(["slurm: a line of another", " 0: a banner", *pieces])
+    reports = allocation.arrange(["n1", "n2", "n3"], output, Check("answer", "timeout", "silent"), "cpu")
     assert [report.checks[0].state for report in reports] == ["timeout", "ok", "failed"]
     allocation.write_lists(reports, tmp_path)
     assert expand((tmp_path / "passing_nodes.txt").read_text().strip()) == ["n2"]
@@ -145,6 +151,18 @@ def test_nodes_of_a_job(tmp_path: Path) -> None:
         resolve(launched(base(), exclude="@/gone"))
     with pytest.raises(UserError, match="start it by salloc"):
         allocation.hosts_of({})
+
+
+def test_the_step_of_all_nodes_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CHECK-2: what the report says where srun itself fails is how srun ended, not that time ran out."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexit 7\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    reports = allocation.check_nodes(made(), [])
+    assert [report.node for report in reports] == ["n1", "n2"]
+    assert reports[0].checks[0] == Check("answer", "failed", "no report; srun ended with code 7")
 
 
 def test_before_ranks(tmp_path: Path) -> None:
