@@ -198,13 +198,15 @@ def test_prof_1_only_the_chosen_ranks_trace() -> None:
 
 @pytest.mark.gpu
 def test_prof_1_a_trace_of_a_gpu_has_kernels_and_history(tmp_path: Path) -> None:
-    """PROF-1, BENCH-4, BENCH-5: kernels in groups, no wait in a step without log, the allocator's history."""
+    """PROF-1, BENCH-4, BENCH-5: kernels in groups, no wait for a step under way, the allocator's history."""
     torch._dynamo.reset()
-    options = {"max_steps": 6, "logger": LoggerConfig(flush_every=6)}
-    config = config_of(tmp_path, "master", profile=ProfileConfig(steps=[4, 5], memory=True), **options)
+    options = {"max_steps": 14, "logger": LoggerConfig(flush_every=14)}
+    # Samples with and without pads are compiled apart, by step 10 both.
+    config = config_of(tmp_path, "master", profile=ProfileConfig(steps=[12, 13], memory=True), **options)
     run_here(config, tmp_path / "run")
     found = read(tmp_path / "run" / TRACE)
     assert found.device == "cuda"
     assert found.profile.share["dense"] > 0 < found.profile.share["optimizer"]
-    assert [(dict(step.waits), step.copies) for step in found.steps] == [({}, 0)] * 2, found.steps
+    answer = {"cudaEventSynchronize": 1}  # Of the step before: whether to stop.
+    assert [(dict(step.waits), step.copies) for step in found.steps] == [(answer, 1)] * 2, found.steps
     assert (tmp_path / "run/profile/rank_00000.memory.pickle").stat().st_size > 1000
