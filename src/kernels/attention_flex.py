@@ -2,6 +2,11 @@
 
 Which blocks of the mask are empty, whole or partial follows from the first and last document of each block,
 as documents never fall along a sample; so no mask of S×S is made, and layers need not share one.
+
+Packed samples are one row, so that the tables of blocks have no batch: torch 2.11's kernel steps from one
+sample's table to the next by the stride of the heads' dimension, which is free where there is one head. On
+an H200 tables of two samples gave zeros and reads outside of memory, in a graph without gradients or with
+symbolic sizes (LOG.md, 2026-12-01).
 """
 
 from __future__ import annotations
@@ -46,8 +51,12 @@ def _flex(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-sum-exp is differentiable here, so that sinks are plain arithmetic on the output."""
-    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
+    B, S, H, _ = q_BSHC.shape
+    if documents_BS is not None:
+        documents_BS = one_row(documents_BS)
+        q_BSHC, k_BSGC, v_BSGU = (x.reshape(1, B * S, *x.shape[2:]) for x in (q_BSHC, k_BSGC, v_BSGU))
     mask = block_mask(q_BSHC, documents_BS, window)
+    q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
     o_BHSU, aux = flex_attention(
         q_BHSC, k_BGSC, v_BGSU, block_mask=mask, scale=scale, enable_gqa=True,
         return_aux=AuxRequest(lse=True),
@@ -55,6 +64,9 @@ def _flex(
     )  # fmt: skip
     assert aux.lse is not None
     o_BSHU, lse_BHS = o_BHSU.transpose(1, 2), aux.lse
+    if documents_BS is not None:
+        o_BSHU = o_BSHU.reshape(B, S, H, -1)
+        lse_BHS = lse_BHS.reshape(H, B, S).transpose(0, 1)
     if sinks_H is not None:
         o_BSHU, lse_BHS = join_sinks(o_BSHU, lse_BHS, sinks_H)
     return o_BSHU, lse_BHS.detach()
@@ -63,6 +75,12 @@ def _flex(
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_flex, fullgraph=True)
+
+
+def one_row(documents_BS: Tensor) -> Tensor:
+    """int64 [1,BS]: each document has another number, also where samples number theirs alike; none falls."""
+    samples_B1 = torch.arange(documents_BS.shape[0], device=documents_BS.device)[:, None]
+    return (documents_BS.long() + (samples_B1 << 32)).reshape(1, -1)
 
 
 def block_mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> BlockMask:
