@@ -53,7 +53,6 @@ def _flex(
     """The log-sum-exp is differentiable here, so that sinks are plain arithmetic on the output."""
     B, S, H, _ = q_BSHC.shape
     if documents_BS is not None:
-        documents_BS = one_row(documents_BS)
         q_BSHC, k_BSGC, v_BSGU = (x.reshape(1, B * S, *x.shape[2:]) for x in (q_BSHC, k_BSGC, v_BSGU))
     mask = block_mask(q_BSHC, documents_BS, window)
     q_BHSC, k_BGSC, v_BGSU = (x.transpose(1, 2) for x in (q_BSHC, k_BSGC, v_BSGU))
@@ -78,53 +77,59 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def one_row(documents_BS: Tensor) -> Tensor:
-    """int64 [1,BS]: each document has another number, also where samples number theirs alike; none falls."""
+    """int64 [BS]: each document has another number, also where samples number theirs alike; none falls."""
     samples_B1 = torch.arange(documents_BS.shape[0], device=documents_BS.device)[:, None]
-    return (documents_BS.long() + (samples_B1 << 32)).reshape(1, -1)
+    return (documents_BS.long() + (samples_B1 << 32)).flatten()
 
 
-def block_mask(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> BlockMask:
-    """Of each block of queries the blocks of keys that some query sees, apart those that all see whole."""
-    length = q_BSHC.shape[1]
-    some_BIJ, all_BIJ = _blocks(q_BSHC, documents_BS, window)
-    partly, whole = (_in_order(x_BIJ[:, None]) for x_BIJ in (some_BIJ & ~all_BIJ, all_BIJ))
+def block_mask(q_XSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> BlockMask:
+    """Of each block of queries the blocks of keys that some query sees, apart those that all see whole.
+
+    The first dimension of `q_XSHC` is that of samples, or 1 where they are packed and form one row.
+    """
+    length = q_XSHC.shape[1]
+    some_IJ, all_IJ = _blocks(q_XSHC, documents_BS, window)
+    partly, whole = (_in_order(x_IJ[None, None]) for x_IJ in (some_IJ & ~all_IJ, all_IJ))
     return BlockMask.from_kv_blocks(
         *partly, *whole, BLOCK_SIZE=BLOCK, mask_mod=_mask(documents_BS, window), seq_lengths=(length, length)
     )
 
 
 def _mask(documents_BS: Tensor | None, window: int | None) -> Callable[..., Tensor]:
-    """Whether query i of a sample sees key j."""
+    """Whether query i sees key j, of a sample or, packed, of the row of all samples."""
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = j <= i
         if window is not None:
             seen = seen & (i - j < window)
         if documents_BS is not None:
-            last = documents_BS.shape[1] - 1  # The last block may reach beyond the sample.
-            seen = seen & (documents_BS[b, i.clamp(max=last)] == documents_BS[b, j.clamp(max=last)])
+            length = documents_BS.shape[1]
+            last = documents_BS.numel() - 1  # The last block may reach beyond the row.
+            i, j = i.clamp(max=last), j.clamp(max=last)
+            seen = seen & (i // length == j // length)
+            seen = seen & (documents_BS[i // length, i % length] == documents_BS[j // length, j % length])
         return seen
 
     return sees
 
 
-def _blocks(q_BSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
-    """Bool [B or 1,I,J]: some query of block i sees a key of block j; all of them see all of its keys."""
-    length = q_BSHC.shape[1]
-    first_I = torch.arange(0, length, BLOCK, device=q_BSHC.device)
+def _blocks(q_XSHC: Tensor, documents_BS: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
+    """Bool [I,J]: some query of block i sees a key of block j; all of them see all of its keys."""
+    length = q_XSHC.shape[1]
+    first_I = torch.arange(0, length, BLOCK, device=q_XSHC.device)
     last_I = (first_I + BLOCK - 1).clamp(max=length - 1)
     low, high = first_I[:, None] - last_I, last_I[:, None] - first_I  # Of query minus key.
     some, every = high >= 0, low >= 0
     if window is not None:
         some, every = some & (low < window), every & (high < window)
-    some_BIJ, every_BIJ = some[None], every[None]
     if documents_BS is not None:
-        first_BI, last_BI = documents_BS[:, first_I], documents_BS[:, last_I]
+        documents = one_row(documents_BS)
+        begin_I, end_I = documents[first_I], documents[last_I]
         # Keys come first, so a document of both ends the keys' block and begins the queries'.
-        some_BIJ = some_BIJ & (last_BI[:, None] >= first_BI[:, :, None])
-        every_BIJ = every_BIJ & (first_BI[:, None] == last_BI[:, :, None])
+        some = some & (end_I >= begin_I[:, None])
+        every = every & (begin_I == end_I[:, None])
     whole_I = last_I - first_I == BLOCK - 1  # A last block that is not is masked place by place.
-    return some_BIJ, every_BIJ & whole_I & whole_I[:, None]
+    return some, every & whole_I & whole_I[:, None]
 
 
 def _in_order(wanted_BHIJ: Tensor) -> tuple[Tensor, Tensor]:
