@@ -221,7 +221,7 @@ def measure_meshes(
     ("cases", "name"),
     [
         (FEW, "eager"),
-        pytest.param(MORE, "eager", marks=pytest.mark.slow),
+        pytest.param(MORE, "eager", marks=[pytest.mark.slow, pytest.mark.soak]),
         pytest.param(FEW, "tied head", marks=pytest.mark.slow),
     ],
     ids=["few", "more", "tied head"],

@@ -168,8 +168,9 @@ def off_each(pipes: list[Pipe]) -> list[tuple[str, str, float]]:
     [
         (2, TWO),
         (4, FOUR),
-        pytest.param(2, TWO_SLOW, marks=pytest.mark.slow),
-        pytest.param(4, FOUR_SLOW, marks=pytest.mark.slow),
+        pytest.param(2, TWO_SLOW, marks=[pytest.mark.slow, pytest.mark.soak]),
+        pytest.param(4, FOUR_SLOW[::3], marks=pytest.mark.slow),
+        pytest.param(4, FOUR_SLOW, marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 def test_few_and_odd_micro_batches(ranks: int, pipes: list[Pipe]) -> None:

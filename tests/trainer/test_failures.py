@@ -29,10 +29,14 @@ PLACES = {
     "hang@3": (6, "rank 1 did not come to a collective"),
 }
 """Where rank 1 of 2 breaks or hangs → the job's exit code and words of its cause."""
+OFTEN = ("backward@3", "loader@3")
+"""Ends of the kind that `forward@3` shows already."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=[pytest.mark.soak] if p in OFTEN else []) for p in PLACES]
+)
 def test_a_broken_rank_ends_the_job(tmp_path: Path, place: str) -> None:
     """ENG-29, RUN-6: every way ends the job in time, with code, rank and cause in `status.json`.
 

@@ -126,7 +126,7 @@ def final(directory: Path) -> dict[str, Tensor]:
     ("first", "then", "last"),
     [
         ((PP2EP2, "dualpipev"), (PP2EP2, "zbv"), REP2DP2),
-        pytest.param((PP2CP2, "1f1b"), (PP2CP2, "1f1b"), CP2EP2, marks=pytest.mark.slow),
+        pytest.param((PP2CP2, "1f1b"), (PP2CP2, "1f1b"), CP2EP2, marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
 def test_the_loop_is_the_same_on_every_mesh(

@@ -38,8 +38,8 @@ def dead_experts() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     ("probe", "patch", "steps", "least", "most"),
     [
-        ("probe_copy", nullcontext, None, 0.0, 0.1),
-        ("probe_copy", dead_attention, 60, 3.0, 5.0),
+        pytest.param("probe_copy", nullcontext, None, 0.0, 0.1, marks=pytest.mark.soak),
+        pytest.param("probe_copy", dead_attention, 60, 3.0, 5.0, marks=pytest.mark.soak),
         ("probe_rules", nullcontext, None, 0.0, 1.0),
         ("probe_rules", dead_experts, None, 1.0, 5.0),
     ],
