@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -38,6 +39,8 @@ from src.trainer.callbacks import checkpointing
 from src.trainer.checkpoint import contents, save
 from src.trainer.checkpoint.directory import is_complete, newest, step_path
 from src.trainer.checkpoint.flat import flatten
+from src.trainer.runtime import start
+from src.trainer.stop import StopRequest
 from tests.trainer.small import lines, run_here, small_config
 
 TRACE = ("step", "loss", "grad_norm", "lr", "aux_loss", "tokens", "tokens_total", "samples_total", "epoch")
@@ -232,6 +235,49 @@ def test_a_run_killed_at_random_times_ends_as_undisturbed_ckpt_4(tmp_path: Path,
     for name in ("killed", "undisturbed"):
         train_here(tmp_path, name, kills + 1, whole)
     assert is_same(tmp_path / "killed", tmp_path / "undisturbed", whole)
+
+
+def stop_here(tmp_path: Path, attempt: int, steps: int) -> None:
+    """A start of the run that is asked to stop; it saves then and at its end only."""
+    config, run = saving_often(tmp_path, every=0, steps=steps), tmp_path / "stopped"
+    (run / "control").mkdir(parents=True, exist_ok=True)
+    runtime = start(config)
+    stopped = loop_module.train(config, run, attempt, runtime, StopRequest(run / "control").install())
+    runtime.close()
+    os._exit(75 if stopped else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("asks", [3, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_run_stopped_at_random_times_saves_each_time(tmp_path: Path, asks: int) -> None:
+    """AGENT-2, CKPT-3: after random delays the step under way is ended and saved; each step comes once."""
+    context, delays, whole = forkserver(), random.Random(asks), 20 * asks
+    run = tmp_path / "stopped"
+    for attempt in range(1, asks + 1):
+        process = context.Process(target=stop_here, args=(tmp_path, attempt, whole))
+        process.start()
+        while process.is_alive() and not any(line["attempt"] == attempt for line in recorded(run)):
+            time.sleep(0.01)
+        time.sleep(delays.random() * 0.05)
+        assert process.pid is not None
+        os.kill(process.pid, delays.choice([signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]))
+        process.join(60)
+        assert process.exitcode == 75, "the run was done before it was asked to stop often enough"
+        found = newest(run)
+        assert found == step_path(run, lines(run)[-1]["step"])
+        assert is_complete(found)
+    run_here(saving_often(tmp_path, every=0, steps=whole), run, asks + 1)
+    run_here(saving_often(tmp_path, every=0, steps=whole), tmp_path / "undisturbed")
+    assert [line["step"] for line in recorded(run)] == list(range(1, whole + 1))
+    assert is_same(run, tmp_path / "undisturbed", whole)
+
+
+def recorded(run: Path) -> list[dict[str, Any]]:
+    """Every whole line of the metrics so far."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def last_step(run: Path) -> int:
