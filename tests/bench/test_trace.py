@@ -116,6 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_prof_1_a_window_is_traced_and_marked(runs: Path) -> None:
     """PROF-1, LOG-4: one file; the steps of the window and next to it are marked and have no speed."""
     assert [path.name for path in (runs / "traced/profile").iterdir()] == [Path(TRACE).name]

@@ -178,6 +178,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_files_depend_on_no_mesh_ckpt_13(saved: Path) -> None:
     """CKPT-13, CKPT-1: flat files of all meshes are equal to the byte, so names and tensors are."""
     first = (saved / "single.safetensors").read_bytes()

@@ -93,6 +93,7 @@ def _killer(point: str, nth: int) -> Callable[[str], None]:
     return hook
 
 
+@pytest.mark.slow
 def test_kill_at_any_point_ckpt_4(tmp_path: Path) -> None:
     """CKPT-4: whenever the saving process is killed, the next start finds a complete step, bitwise."""
     points = [(point, 1) for point in POINTS] + [("item", 30), ("item", 100)]

@@ -214,6 +214,7 @@ def test_one_engine_call_per_operation() -> None:
     assert calls.call_count == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "stage", "full"])
 @pytest.mark.parametrize("executor", [Sequential, PutOff])
 def test_eng_30_nothing_of_a_step_outlives_it(mode: str, executor: type[Sequential]) -> None:

@@ -194,6 +194,7 @@ def test_a_killed_launch_leaves_no_orphan_and_is_gone_on_with(start: Start, tmp_
     assert status(run)["last_step"] == at + 2
 
 
+@pytest.mark.slow
 def test_an_edit_starts_another_run_and_says_so(start: Start, tmp_path: Path, checkout: Path) -> None:
     """RUN-8: the old directory stays, one line names the edited file; undone, it is finished again."""
     assert out(start("launching", "max_steps=2"))[0] == 0
@@ -224,6 +225,7 @@ def test_an_outer_launchers_numbers_reach_no_rank(start: Start, tmp_path: Path) 
     assert log.endswith("master None\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 100])
 def test_bar_in_a_pseudo_terminal(start: Start, tmp_path: Path, checkout: Path, columns: int) -> None:
     """BAR-1: drawn on a terminal within its width, logs above it, the cursor comes back, no bar in a file."""

@@ -304,6 +304,7 @@ def test_a_sweep_after_an_edit_of_code(start: Start, tmp_path: Path, checkout: P
     assert len(list(directory.glob("seed-*"))) == 4
 
 
+@pytest.mark.slow
 def test_failed_data_is_in_every_directory_of_a_sweep(start: Start, tmp_path: Path) -> None:
     """PREP, RUN-6, SWEEP-3: 4 and the reason where the data failed; the other jobs are done."""
     for name in "ab":
@@ -344,6 +345,6 @@ def test_a_sweep_after_an_edit_of_data(start: Start, tmp_path: Path) -> None:
     assert said.count("done before") == 1
     after = {path.name: snapshot(path) for path in directory.glob("data.files*")}
     (new,) = after.keys() - before.keys()
-    assert "b.txt" in new
+    assert f"{tmp_path}/b.txt" in (directory / new / "config.yaml").read_text()
     assert new.endswith(".2")
     assert {name: after[name] for name in before} == before

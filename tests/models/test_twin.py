@@ -66,6 +66,7 @@ def is_nearest(m: DenseConfig, measure: str) -> bool:
     return all(distance(m, measure) <= distance(other, measure) for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", TWINS)
 @pytest.mark.parametrize("measure", MEASURES)
 def test_dense_1_the_twin_counts_as_many(preset: str, measure: str) -> None:

@@ -123,6 +123,7 @@ def test_the_state_goes_through_json() -> None:
     assert len(short.state()["recent_losses"]) == 3
 
 
+@pytest.mark.slow
 def test_eight_steps_equal_four_and_four_with_spikes_and_bias(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

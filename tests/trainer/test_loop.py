@@ -161,6 +161,7 @@ def test_data_change_is_refused_on_resume(tmp_path: Path) -> None:
     assert caught.value.code == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "same_weights", "same_batches"),
     [

@@ -96,6 +96,7 @@ def test_a_load_reaches_what_the_model_computes_with(tmp_path: Path) -> None:
     assert after != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["master", "split", "bf16"])
 def test_it_trains_and_goes_on(tmp_path: Path, precision: str) -> None:
     """A run of six steps equals one of three that goes on, bitwise; its loss falls."""

@@ -122,6 +122,7 @@ def final(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "flat.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "last"),
     [
@@ -230,6 +231,7 @@ def restored() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restored")
 def test_bitwise_runs_are_equal(tmp_path: Path) -> None:
     """ENG-28: under `determinism=bitwise` two runs have the same metrics, weights and moments to the bit."""

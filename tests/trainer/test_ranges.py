@@ -46,6 +46,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "recompute", "names"), CASES)
 def test_prof_1_layers_and_stages_are_named(
     tmp_path: Path, program: str, recompute: str, names: set[str]
